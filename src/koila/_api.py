@@ -1,0 +1,95 @@
+"""What users call, and the only place where the stages are joined.
+
+*Takes* the user's values. *Gives* lazy tensors, real tensors, graphs; `_Engine` is the realizer that capture asks to
+run what is pending.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from koila._budget import refuse_bytes
+from koila.capture.eager import EagerTensor
+from koila.capture.inputs import make_lazy
+from koila.capture.lazy import LazyTensor
+from koila.capture.recorder import Bridge, recorder
+from koila.execution.evaluation import Engine
+from koila.ir.graph import Graph, collect
+from koila.ir.node import Value
+from koila.ir.tree import leaves, map_leaves
+from koila.ir.verify import verify
+
+
+def lazy(*values: Any, batch: Any = 0, budget: object = None) -> Any:
+    """Make tensors lazy: what is computed from them is recorded, and run when a value is needed.
+
+    Args:
+        values: Tensors, or any structure of them (tuple, list, dict, dataclass, named tuple, a transformers
+            `BatchEncoding`). What is not a tensor passes through.
+        batch: The batch dimension: an int (negative counts from the right), None, or a structure of them that is a
+            prefix of `values`: `batch=(0, None)`, `{"labels": 0}`. With an int, the first tensor that has the
+            dimension sets the batch size; a tensor that lacks it is lazy without a batch.
+        budget: Bytes that the run may use; refused until the planner of bytes is there.
+
+    Returns:
+        The same structures; one value in, one value out.
+
+    Raises:
+        CaptureError: Two tensors have different batch sizes.
+
+    >>> x, y = lazy(torch.ones(4, 3), torch.zeros(4, 3))
+    >>> ((x - y) ** 2).mean().item()
+    1.0
+    """
+    refuse_bytes(budget)
+    return make_lazy(values, batch)
+
+
+def eager(value: torch.Tensor) -> EagerTensor:
+    """A real tensor that hands its calls to the graph builder where another operand is lazy.
+
+    >>> eager(torch.ones(2)).run()
+    tensor([1., 1.])
+    """
+    real = value.run() if isinstance(value, LazyTensor) else value
+    return real.as_subclass(EagerTensor)
+
+
+def run(value: Any, detach: bool = False) -> Any:
+    """Compute every lazy tensor in a structure, in one run.
+
+    Args:
+        value: A lazy tensor, or any structure of them.
+        detach: Give tensors without autograd history.
+
+    Returns:
+        The same structure with real tensors. A value that requires grad comes out with a `grad_fn`.
+
+    >>> run({"a": lazy(torch.ones(2)) + 1})
+    {'a': tensor([2., 2.])}
+    """
+    pending = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
+    Bridge.realizer.materialize(pending, "run")
+    return map_leaves(value, lambda leaf: leaf.run(detach) if isinstance(leaf, (LazyTensor, EagerTensor)) else leaf)
+
+
+def settle() -> None:
+    """Run every pending write to real tensors (running statistics), before code that koila cannot see reads them."""
+    Bridge.realizer.materialize([], "settle")
+
+
+def graph(value: Any) -> Graph:
+    """The pending program behind a value, or behind every lazy tensor in a structure.
+
+    >>> print(len(graph(lazy(torch.ones(2)) + 1).nodes))
+    1
+    """
+    wanted: list[Value] = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
+    found = collect(wanted, [])
+    verify(found)
+    return found
+
+
+Bridge.realizer = Engine(recorder)

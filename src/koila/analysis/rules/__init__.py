@@ -1,0 +1,77 @@
+"""Split rules: what each operator does with a chunk of the batch.
+
+*Takes* an operator. *Gives* its rule: a function from a `Call` to a `Ruling`, or None where the operator must run
+whole (Rule 3). An operator is a line in the table of its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from torch._ops import OpOverload, OpOverloadPacket
+
+from koila.analysis.rules import attention, conv, index, linalg, loss, matmul, norm, pointwise, reduce, softmax, view
+from koila.analysis.rules._axes import demoted
+from koila.analysis.rules.linear import LINEAR, Linear, keeps_sum
+from koila.analysis.ruling import Call, Operand, Rule, Ruling
+from koila.analysis.types import Merged, Sliced
+
+__all__ = ["FAMILIES", "LINEAR", "RULES", "rule_for"]
+
+FAMILIES: dict[str, dict[Any, Rule]] = {
+    "pointwise": pointwise.ROWS,
+    "reduce": reduce.ROWS,
+    "matmul": matmul.ROWS,
+    "view": view.ROWS,
+    "index": index.ROWS,
+    "loss": loss.ROWS,
+    "norm": norm.ROWS,
+    "conv": conv.ROWS,
+    "attention": attention.ROWS,
+    "softmax": softmax.ROWS,
+    "linalg": linalg.ROWS,
+}
+
+RULES: dict[OpOverload | OpOverloadPacket, Rule] = {
+    target: rule for rows in FAMILIES.values() for target, rule in rows.items()
+}
+
+
+@lru_cache(maxsize=None)
+def rule_for(target: OpOverload) -> Rule | None:
+    """The rule of an operator, or None if it always runs whole.
+
+    >>> import torch
+    >>> rule_for(torch.ops.aten.nonzero.default) is None
+    True
+    """
+    if not isinstance(target, OpOverload):
+        return None
+    rule = RULES.get(target) or RULES.get(target.overloadpacket) or pointwise.tagged(target)
+    linear = LINEAR.get(target)
+    return None if rule is None and linear is None else _decided(rule, linear)
+
+
+def _decided(rule: Rule | None, linear: Linear | None) -> Callable[[Call], Ruling | None]:
+    """Keep a sum open where the operator is linear; else take merges as finished and follow the slices."""
+
+    def decide(call: Call) -> Ruling | None:
+        if linear is not None and _has(call, Merged):
+            ruling = keeps_sum(call, linear)
+            if ruling is not None:
+                return ruling
+        if rule is None or not _has(call, Sliced):
+            return None
+        return rule(demoted(call))
+
+    return decide
+
+
+def _has(call: Call, kind: type) -> bool:
+    for value in call.operands().values():
+        items = (value,) if isinstance(value, Operand) else value
+        if any(isinstance(item, Operand) and isinstance(item.type, kind) for item in items):
+            return True
+    return False

@@ -1,0 +1,102 @@
+"""Rules for convolution, pooling, padding and resampling: samples are independent, places in an image are not.
+
+*Takes* calls of image operators and their backwards. *Gives* the table `ROWS`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from koila.analysis.rules._axes import Axes, follow, right
+from koila.analysis.rules._rows import letters, trailing
+from koila.analysis.ruling import Call, Rule, Ruling
+
+aten = torch.ops.aten
+
+
+def padded(call: Call) -> Ruling | None:
+    """constant_pad_nd: a dimension that is not padded may hold the batch."""
+    ndim, pad = call["self"].ndim, call["pad"]
+    rigid = {ndim - 1 - place for place in range(len(pad) // 2) if pad[2 * place] or pad[2 * place + 1]}
+    labels = right(ndim, rigid)
+    return follow(call, Axes({"self": labels}, (labels,), broadcast=False))
+
+
+_INPUT_SIZE = ("input_size",)
+
+ROWS: dict[Any, Rule] = {
+    aten.convolution.default: letters("input=n_ weight=_ -> n_"),
+    aten.convolution_backward.default: letters("grad_output=n_ input=n_ weight=_ -> n_ _+ _+"),
+    aten.avg_pool1d.default: trailing(1),
+    aten.avg_pool2d.default: trailing(2),
+    aten.avg_pool2d_backward.default: trailing(2),
+    aten.avg_pool3d.default: trailing(3),
+    aten.avg_pool3d_backward.default: trailing(3),
+    aten.max_pool2d_with_indices.default: trailing(2),
+    aten.max_pool2d_with_indices_backward.default: trailing(2),
+    aten.max_pool3d_with_indices.default: trailing(3),
+    aten.max_pool3d_with_indices_backward.default: trailing(3),
+    aten.max_unpool2d.default: trailing(2),
+    aten.max_unpool3d.default: trailing(3),
+    aten._adaptive_avg_pool2d.default: trailing(2),
+    aten._adaptive_avg_pool2d_backward.default: trailing(2),
+    aten._adaptive_avg_pool3d.default: trailing(3),
+    aten._adaptive_avg_pool3d_backward.default: trailing(3),
+    aten.adaptive_max_pool2d.default: trailing(2),
+    aten.adaptive_max_pool2d_backward.default: trailing(2),
+    aten.adaptive_max_pool3d.default: trailing(3),
+    aten.adaptive_max_pool3d_backward.default: trailing(3),
+    aten.fractional_max_pool2d.default: trailing(2),
+    aten.fractional_max_pool2d_backward.default: trailing(2),
+    aten.fractional_max_pool3d.default: trailing(3),
+    aten.fractional_max_pool3d_backward.default: trailing(3),
+    aten.upsample_nearest1d.default: trailing(1),
+    aten.upsample_nearest2d.default: trailing(2),
+    aten.upsample_nearest3d.default: trailing(3),
+    aten._upsample_nearest_exact1d.default: trailing(1),
+    aten._upsample_nearest_exact2d.default: trailing(2),
+    aten._upsample_nearest_exact3d.default: trailing(3),
+    aten.upsample_linear1d.default: trailing(1),
+    aten.upsample_bilinear2d.default: trailing(2),
+    aten._upsample_bilinear2d_aa.default: trailing(2),
+    aten.upsample_bicubic2d.default: trailing(2),
+    aten._upsample_bicubic2d_aa.default: trailing(2),
+    aten.upsample_trilinear3d.default: trailing(3),
+    aten.upsample_nearest1d_backward.default: trailing(1, sizes=_INPUT_SIZE),
+    aten.upsample_nearest2d_backward.default: trailing(2, sizes=_INPUT_SIZE),
+    aten.upsample_nearest3d_backward.default: trailing(3, sizes=_INPUT_SIZE),
+    aten._upsample_nearest_exact1d_backward.default: trailing(1, sizes=_INPUT_SIZE),
+    aten._upsample_nearest_exact2d_backward.default: trailing(2, sizes=_INPUT_SIZE),
+    aten._upsample_nearest_exact3d_backward.default: trailing(3, sizes=_INPUT_SIZE),
+    aten.upsample_linear1d_backward.default: trailing(1, sizes=_INPUT_SIZE),
+    aten.upsample_bilinear2d_backward.default: trailing(2, sizes=_INPUT_SIZE),
+    aten._upsample_bilinear2d_aa_backward.default: trailing(2, sizes=_INPUT_SIZE),
+    aten.upsample_bicubic2d_backward.default: trailing(2, sizes=_INPUT_SIZE),
+    aten._upsample_bicubic2d_aa_backward.default: trailing(2, sizes=_INPUT_SIZE),
+    aten.upsample_trilinear3d_backward.default: trailing(3, sizes=_INPUT_SIZE),
+    aten.grid_sampler_2d.default: letters("input=nc_ grid=n_ -> nc_"),
+    aten.grid_sampler_3d.default: letters("input=nc_ grid=n_ -> nc_"),
+    aten.grid_sampler_2d_backward.default: letters("grad_output=n_ input=n_ grid=n_ -> n_ n_"),
+    aten.grid_sampler_3d_backward.default: letters("grad_output=n_ input=n_ grid=n_ -> n_ n_"),
+    aten.affine_grid_generator.default: letters("theta=n_ -> n_"),
+    aten.im2col.default: letters("self=n_ -> n_", when=lambda call: call["self"].ndim == 4),
+    aten.col2im.default: letters("self=n_ -> n_", when=lambda call: call["self"].ndim == 3),
+    aten.pixel_shuffle.default: trailing(3),
+    aten.pixel_unshuffle.default: trailing(3),
+    aten.channel_shuffle.default: letters("self=n_ -> n_"),
+    aten.constant_pad_nd.default: padded,
+    aten.reflection_pad1d.default: trailing(1),
+    aten.reflection_pad2d.default: trailing(2),
+    aten.reflection_pad3d.default: trailing(3),
+    aten.replication_pad1d.default: trailing(1),
+    aten.replication_pad2d.default: trailing(2),
+    aten.replication_pad3d.default: trailing(3),
+    aten.reflection_pad1d_backward.default: trailing(1),
+    aten.reflection_pad2d_backward.default: trailing(2),
+    aten.reflection_pad3d_backward.default: trailing(3),
+    aten.replication_pad1d_backward.default: trailing(1),
+    aten.replication_pad2d_backward.default: trailing(2),
+    aten.replication_pad3d_backward.default: trailing(3),
+}

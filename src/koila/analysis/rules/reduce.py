@@ -1,0 +1,184 @@
+"""Rules for reductions: over other dimensions they keep the batch, over the batch they are a merge.
+
+*Takes* calls of reducing operators. *Gives* the table `ROWS`: for each operator the monoid of its merge, or None where
+the chunks' values do not merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, prod
+from typing import Any
+
+import torch
+
+from koila.analysis.monoids import (
+    HALVES,
+    AllTrue,
+    AnyTrue,
+    Extreme,
+    FirstExtreme,
+    LogSumExp,
+    Moments,
+    Monoid,
+    PowerNorm,
+    Product,
+    Sum,
+    narrow_dtype,
+)
+from koila.analysis.rules._axes import Axes, dims_of, follow, left
+from koila.analysis.ruling import Call, Operand, Rule, Ruling
+from koila.analysis.types import Merged, Sliced
+
+aten = torch.ops.aten
+
+Merge = Callable[[Call, Sliced, set[int]], Ruling | None]
+"""What a reduction over these dimensions, one of which holds the batch, comes to."""
+
+
+def reduced_dims(call: Call) -> set[int]:
+    """The dimensions that a reduction removes; no argument, None or an empty list mean all."""
+    dim = call.arguments.get("dim")
+    return dims_of(None if isinstance(dim, (tuple, list)) and not dim else dim, call["self"].ndim)
+
+
+def reduction(merge: Merge | None) -> Rule:
+    """One rule for every reduction of `self`."""
+
+    def rule(call: Call) -> Ruling | None:
+        operand: Operand = call["self"]
+        kind, dims = operand.type, reduced_dims(call)
+        if not isinstance(kind, Sliced):
+            return None
+        if kind.dim in dims:
+            return None if merge is None else merge(call, kind, dims)
+        labels = left(operand.ndim, dims)
+        kept = labels if call.arguments.get("keepdim") else tuple(label for label in labels if label is not None)
+        return follow(call, Axes({"self": labels}, tuple(kept for _ in call.results), broadcast=False))
+
+    return rule
+
+
+def by(monoid: Callable[[Call], Monoid | None]) -> Merge:
+    """A merge of the operator's own results."""
+
+    def merge(call: Call, kind: Sliced, dims: set[int]) -> Ruling | None:
+        found = monoid(call)
+        return None if found is None else Ruling({"self": kind}, Merged(found))
+
+    return merge
+
+
+def _sum(call: Call) -> Monoid:
+    return Sum(narrow_dtype(call.result.dtype))
+
+
+def _norm(call: Call) -> Monoid | None:
+    """The order of a norm decides how norms merge; None is the square."""
+    order = call.arguments.get("ord", call.arguments.get("p"))
+    order = 2 if order is None else order
+    if isinstance(order, Operand) or (call.arguments.get("dtype") is None and call["self"].dtype in HALVES):
+        return None
+    if abs(order) == inf:
+        return Extreme(order > 0)
+    return _sum(call) if order == 0 else PowerNorm(order, narrow_dtype(call.result.dtype))
+
+
+def _extremes(call: Call, kind: Sliced, dims: set[int]) -> Ruling:
+    """aminmax: two merges."""
+    return Ruling({"self": kind}, (Merged(Extreme(False)), Merged(Extreme())))
+
+
+def first_extreme(largest: bool, *, with_values: bool) -> Merge:
+    """max, min, argmax, argmin over one dimension: the value and its first place in the whole batch."""
+
+    def merge(call: Call, kind: Sliced, dims: set[int]) -> Ruling | None:
+        if kind.outer != 1 or call["dim"] is None:
+            return None
+        monoid = FirstExtreme(call["self"].shape[kind.dim], call.num_samples, largest, with_values)
+        return Ruling({"self": kind}, Merged(monoid), target=aten.max.dim if largest else aten.min.dim)
+
+    return merge
+
+
+def chunk_moments(self: Any, dim: Any, correction: Any, keepdim: bool) -> Any:
+    """`var_mean` of a chunk, wide enough to be merged."""
+    return aten.var_mean.correction(self.float() if self.dtype in HALVES else self, dim, correction=0, keepdim=keepdim)
+
+
+def moments(*, root: bool, with_mean: bool) -> Merge:
+    """var, std and their pairs with the mean."""
+
+    def merge(call: Call, kind: Sliced, dims: set[int]) -> Ruling:
+        operand = call["self"]
+        correction = 1 if call["correction"] is None else call["correction"]
+        first = call.results[0]
+        assert first is not None
+        monoid = Moments(
+            num_elements=prod(operand.shape[dim] for dim in dims),
+            num_samples=call.num_samples,
+            correction=correction,
+            root=root,
+            with_mean=with_mean,
+            dtype=narrow_dtype(first.dtype),
+        )
+        return Ruling({"self": kind}, Merged(monoid), rewrite=_uncorrected, target=_moments_of(operand.dtype))
+
+    return merge
+
+
+def _moments_of(dtype: torch.dtype) -> Callable[..., Any]:
+    return chunk_moments if dtype in HALVES else aten.var_mean.correction
+
+
+def _uncorrected(arguments: dict[str, Any], num_samples: int) -> dict[str, Any]:
+    names = ("self", "dim", "correction", "keepdim")
+    return {**{name: arguments[name] for name in names}, "correction": 0}
+
+
+
+_SUM = reduction(by(_sum))
+_PRODUCT = reduction(by(lambda call: Product(narrow_dtype(call.result.dtype))))
+_LARGEST = reduction(by(lambda call: Extreme()))
+_SMALLEST = reduction(by(lambda call: Extreme(False)))
+_ANY = reduction(by(lambda call: AnyTrue()))
+_ALL = reduction(by(lambda call: AllTrue()))
+_INSIDE = reduction(None)
+
+ROWS: dict[Any, Rule] = {
+    aten.sum.default: _SUM,
+    aten.sum.dim_IntList: _SUM,
+    aten.nansum.default: _SUM,
+    aten.count_nonzero.default: _SUM,
+    aten.count_nonzero.dim_IntList: _SUM,
+    aten.mean.dim: _INSIDE,
+    aten.prod.default: _PRODUCT,
+    aten.prod.dim_int: _PRODUCT,
+    aten.amax.default: _LARGEST,
+    aten.amin.default: _SMALLEST,
+    aten.max.default: _LARGEST,
+    aten.min.default: _SMALLEST,
+    aten.any.default: _ANY,
+    aten.any.dim: _ANY,
+    aten.any.dims: _ANY,
+    aten.all.default: _ALL,
+    aten.all.dim: _ALL,
+    aten.all.dims: _ALL,
+    aten.aminmax.default: reduction(_extremes),
+    aten.max.dim: reduction(first_extreme(True, with_values=True)),
+    aten.min.dim: reduction(first_extreme(False, with_values=True)),
+    aten.argmax.default: reduction(first_extreme(True, with_values=False)),
+    aten.argmin.default: reduction(first_extreme(False, with_values=False)),
+    aten.logsumexp.default: reduction(by(lambda call: LogSumExp(narrow_dtype(call.result.dtype)))),
+    aten.var.correction: reduction(moments(root=False, with_mean=False)),
+    aten.std.correction: reduction(moments(root=True, with_mean=False)),
+    aten.var_mean.correction: reduction(moments(root=False, with_mean=True)),
+    aten.std_mean.correction: reduction(moments(root=True, with_mean=True)),
+    aten.linalg_vector_norm.default: reduction(by(_norm)),
+    aten.norm.Scalar: reduction(by(_norm)),
+    aten.norm.ScalarOpt_dim: reduction(by(_norm)),
+    aten.median.dim: _INSIDE,
+    aten.nanmedian.dim: _INSIDE,
+    aten.mode.default: _INSIDE,
+    aten.kthvalue.default: _INSIDE,
+}

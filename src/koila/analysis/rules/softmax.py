@@ -1,0 +1,37 @@
+"""Rules for operators that work inside one dimension of a sample: softmax, scans, sorting.
+
+*Takes* calls whose argument `dim` names the dimension. *Gives* the table `ROWS`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from koila.analysis.rules._rows import along
+from koila.analysis.ruling import Rule
+
+aten = torch.ops.aten
+
+ROWS: dict[Any, Rule] = {
+    aten._softmax.default: along("dim"),
+    aten._safe_softmax.default: along("dim"),
+    aten._log_softmax.default: along("dim"),
+    aten._softmax_backward_data.default: along("dim", first="grad_output"),
+    aten._log_softmax_backward_data.default: along("dim", first="grad_output"),
+    aten.cumsum.default: along("dim"),
+    aten.cumprod.default: along("dim"),
+    aten.cummax.default: along("dim"),
+    aten.cummin.default: along("dim"),
+    aten.logcumsumexp.default: along("dim"),
+    aten._logcumsumexp.default: along("dim"),
+    aten.sort.default: along("dim"),
+    aten.sort.stable: along("dim"),
+    aten.argsort.default: along("dim"),
+    aten.argsort.stable: along("dim"),
+    aten.topk.default: along("dim"),
+    aten.glu.default: along("dim"),
+    aten.glu_backward.default: along("dim"),
+    aten.glu_jvp.default: along("dim", first="glu"),
+}

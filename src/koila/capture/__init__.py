@@ -1,0 +1,1 @@
+"""Stage 2, capture: torch calls on lazy tensors become nodes of a graph."""

@@ -1,0 +1,200 @@
+"""LazyTensor: a tensor whose operations are recorded instead of run.
+
+*Takes* torch calls through `__torch_function__`. *Gives* more lazy tensors; a real one when data is asked for. What
+reaches `__torch_dispatch__` was not recorded: it is run on real tensors and counted, never wrong.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from koila import events
+from koila.capture.lookup import lookup_function
+from koila.capture.recorder import Bridge, input_value, realize
+from koila.errors import CaptureError
+from koila.interfaces import BatchInfo
+from koila.ir.node import Value
+from koila.ir.prepass import PrePass
+from koila.ir.source import user_site
+from koila.ir.tree import map_leaves
+
+
+class LazyTensor(torch.Tensor):
+    """A pending tensor: true shape, dtype, device and strides, no storage.
+
+    Made by `koila.lazy`. The class's own conversions are named after PyTorch's lazy core.
+
+    >>> import koila
+    >>> x = koila.lazy(torch.arange(3.0))
+    >>> (x * 2).run()
+    tensor([0., 2., 4.])
+    """
+
+    _value: Value
+
+    @staticmethod
+    def _wrap(value: Value) -> LazyTensor:
+        prepass = value.prepass
+        # Autograd in C++ must not build a graph on the wrapper: requires_grad is answered below.
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            LazyTensor,
+            prepass.shape,
+            strides=prepass.stride,
+            storage_offset=prepass.offset,
+            dtype=prepass.dtype,
+            device=prepass.device,
+        )
+        wrapper._value = value
+        value.tensor = weakref.ref(wrapper)
+        return wrapper
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return lookup_function(func)(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        events.count(f"eager::{func}", site=user_site())
+        swap = lambda leaf: realize(leaf._value, f"unrecorded {func}") if type(leaf) is LazyTensor else leaf  # noqa: E731
+        real_args, real_kwargs = map_leaves(args, swap), map_leaves(kwargs or {}, swap)
+        # Below autograd here: put it back, so that the result has the gradient of the real operands.
+        autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+        include = torch._C._dispatch_tls_local_include_set()
+        exclude = torch._C._dispatch_tls_local_exclude_set() - autograd - _ADINPLACE
+        with torch._C._ForceDispatchKeyGuard(include, exclude):
+            return func(*real_args, **real_kwargs)
+
+    # What can be asked without data.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(self._value.prepass.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._value.prepass.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._value.prepass.device
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._value.prepass.shape)
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._value.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        self.requires_grad_(flag)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        real = self._value.real
+        return real.is_leaf if real is not None else not self._value.requires_grad
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        return None if self._value.real is None else self._value.real.grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        if isinstance(gradient, LazyTensor):
+            gradient = gradient.run()
+        realize(self._value, "assignment of a gradient").grad = gradient
+
+    @property
+    def batch(self) -> BatchInfo | None:
+        """The batch dimension that the analysis proves for this value; None if the value does not carry the batch."""
+        return Bridge.realizer.batch_of(self._value)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        prepass = self._value.prepass
+        state = "pending" if self._value.real is None else "ready"
+        grad = ", requires_grad=True" if self._value.requires_grad else ""
+        return f"LazyTensor({list(prepass.shape)}, dtype={prepass.dtype}, device={prepass.device}{grad}, {state})"
+
+    def run(self, detach: bool = False) -> torch.Tensor:
+        """The real tensor; run if it is pending."""
+        real = realize(self._value, "run")
+        return real.detach() if detach else real
+
+    # PyTorch's lazy core, under its names.
+
+    def to_tensor(self, detached: bool = False) -> torch.Tensor:
+        """The real tensor; with `detached` one that shares nothing with it."""
+        real = realize(self._value, "to_tensor")
+        return real.detach().clone() if detached else real
+
+    def set_tensor(self, tensor: torch.Tensor) -> None:
+        """From now on this lazy tensor is `tensor`; what was pending for it is forgotten."""
+        self._adopt(input_value(tensor))
+
+    def update_from_tensor(self, tensor: torch.Tensor, sync: bool = False) -> None:
+        """Take the data of `tensor` as it is now; with `sync` it is copied at once, else when tensors would."""
+        self._adopt(input_value(tensor.detach().clone() if sync else tensor))
+
+    def update_from_tensor_out(self, tensor: torch.Tensor) -> None:
+        """Write `tensor` into this value, keeping its shape, dtype and aliases, as `out=` does."""
+        if tuple(tensor.shape) != self._value.prepass.shape:
+            raise CaptureError(
+                f"cannot write {list(tensor.shape)} into a lazy tensor of shape {list(self._value.prepass.shape)}",
+                where=str(user_site()),
+                hint="use set_tensor, which takes any shape",
+            )
+        self.copy_(tensor)
+
+    def shallow_copy_to(self, destination: LazyTensor) -> None:
+        """Let `destination` be the same value."""
+        destination._adopt(self._value)
+
+    def data_value(self) -> Value:
+        """The recorded value behind this tensor (`data()` of the lazy core; `data` is PyTorch's own attribute)."""
+        return self._value
+
+    def prepass(self) -> PrePass:
+        """What is known before the value is computed (`shape()` of the lazy core)."""
+        return self._value.prepass
+
+    def _adopt(self, value: Value) -> None:
+        self._value = value
+        value.tensor = weakref.ref(self)
+
+    # Forced by name, not through __torch_function__.
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return realize(self._value, "__array__").__array__(*args, **kwargs)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return realize(self._value, "__dlpack__").__dlpack__(*args, **kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return realize(self._value, "__dlpack__").__dlpack_device__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return realize(self._value, "pickle").__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        real = realize(self._value, "deepcopy")
+        copy = memo[id(self)] = LazyTensor._wrap(input_value(real.__deepcopy__(memo), self._value.batch))
+        return copy
+
+
+_ADINPLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def refuse(fact: str, hint: str) -> NoReturn:
+    """Raise a capture error at the user's line."""
+    raise CaptureError(fact, where=str(user_site()), hint=hint)
+
+
+Bridge.lazy_type = LazyTensor

@@ -1,0 +1,243 @@
+"""The lookup mechanism: which lazy implementation serves a torch function or method.
+
+*Takes* a torch function, or a method's name. *Gives* a callable on lazy tensors: one of the handlers below where data
+or autograd is asked for, else `lazy_forward`, which records the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from koila.capture.recorder import Bridge, lazy_forward, realize, record, scan_call
+from koila.errors import CaptureError
+from koila.ir.node import Value
+from koila.ir.prepass import Inference, Output, prepass_of
+from koila.ir.replay import current_context
+from koila.ir.source import user_site
+from koila.ir.tree import map_leaves
+
+Handler = Callable[..., Any]
+_T = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardRequest:
+    """A backward pass asked for on lazy tensors: the arguments of `torch.autograd.backward`."""
+
+    roots: tuple[Value | torch.Tensor, ...]
+    gradients: tuple[torch.Tensor | None, ...]
+    retain_graph: bool
+    create_graph: bool
+    inputs: tuple[Value | torch.Tensor, ...] | None
+
+
+def _forced(name: str, method: Handler) -> Handler:
+    """Materialise the lazy operands, then call the method on real tensors."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        swap = lambda leaf: realize(leaf._value, name) if type(leaf) is Bridge.lazy_type else leaf  # noqa: E731
+        return method(*map_leaves(args, swap), **map_leaves(kwargs, swap))
+
+    return run
+
+
+def _metadata(method: Handler) -> Handler:
+    """Ask the wrapper itself: it has true sizes and strides."""
+
+    def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prepass = self._value.prepass
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch._C.TensorBase.size(self) == prepass.shape and torch._C.TensorBase.stride(self) == prepass.stride:
+                return method(self, *args, **kwargs)
+        return lazy_forward(method, self, *args, **kwargs)
+
+    return ask
+
+
+def _unwrap(tensor: Any) -> Any:
+    return tensor._value if type(tensor) is Bridge.lazy_type else tensor
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if value is None or isinstance(value, torch.Tensor) else tuple(value)
+
+
+def _autograd_backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    roots = _as_tuple(tensors)
+    given = _as_tuple(grad_tensors if grad_tensors is not None else grad_variables)
+    gradients = given if len(given) == len(roots) else given * len(roots)
+    real = [grad.run() if type(grad) is Bridge.lazy_type else grad for grad in gradients]
+    keep = create_graph if retain_graph is None else retain_graph
+    wanted = None if inputs is None else tuple(_unwrap(tensor) for tensor in _as_tuple(inputs))
+    request = BackwardRequest(tuple(_unwrap(root) for root in roots), tuple(real), keep, create_graph, wanted)
+    Bridge.realizer.backward(request)
+
+
+def _backward(
+    self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    _autograd_backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Recorded like any other call: its results have the layout of its inputs."""
+    scan, cacheable = scan_call(torch.autograd.grad, (outputs, inputs, *args), kwargs)
+    create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+    if kwargs.get("allow_unused") or kwargs.get("is_grads_batched") or kwargs.get("materialize_grads"):
+        return _grad_on_real(outputs, inputs, args, kwargs)
+    metas = tuple(Output(_prepass(tensor).with_grad(bool(create_graph))) for tensor in _as_tuple(inputs))
+    return record(torch.autograd.grad, scan, Inference(metas, metas, ordered=True), current_context(), cacheable)
+
+
+def _grad_on_real(outputs: Any, inputs: Any, args: Any, kwargs: Any) -> Any:
+    """Which results are None depends on the graph: run first, then ask it."""
+    lazies = [t._value for t in (*_as_tuple(outputs), *_as_tuple(inputs)) if type(t) is Bridge.lazy_type]
+    Bridge.realizer.materialize(lazies, "autograd.grad")
+    return _forced("autograd.grad", torch.autograd.grad)(outputs, inputs, *args, **kwargs)
+
+
+def _prepass(tensor: Any) -> Any:
+    if type(tensor) is Bridge.lazy_type:
+        return tensor._value.prepass
+    return prepass_of(tensor)
+
+
+def _on_graph(method: Handler) -> Handler:
+    """Hooks: recorded at their place in the program, called by autograd in the run, never while tracing."""
+
+    def note(self: Any, *args: Any) -> Any:
+        if self._value.real is not None:
+            return method(self._value.real, *args)
+        hooks: dict[int, Any] = {}
+        handle = RemovableHandle(hooks)
+        wrapped = [_while_registered(hooks, handle.id, hook) for hook in args]
+        hooks.update(dict.fromkeys([handle.id], args[0] if args else None))
+        scan, _ = scan_call(method, (self, *wrapped), {})
+        inference = Inference(None, (), writes=(0,), write_grads=(self.requires_grad,), ordered=True)
+        record(method, scan, inference, current_context(), cacheable=not args)
+        return handle if args else None
+
+    return note
+
+
+def _while_registered(hooks: dict[int, Any], key: int, hook: Handler) -> Handler:
+    def call(gradient: torch.Tensor) -> Any:
+        return hook(gradient) if key in hooks else None
+
+    return call
+
+
+def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+    value = self._value
+    if value.real is not None and not value.storage.writers:
+        value.real.requires_grad_(requires_grad)
+        value.prepass = value.prepass.with_grad(requires_grad)
+        return self
+    if value.prepass.requires_grad == requires_grad:
+        return self
+    scan, cacheable = scan_call(_T.requires_grad_, (self, requires_grad), {})
+    output = Output(value.prepass.with_grad(requires_grad), same_as=0)
+    inference = Inference(output, (output,), writes=(0,), write_grads=(requires_grad,), ordered=True)
+    return record(_T.requires_grad_, scan, inference, current_context(), cacheable)
+
+
+def _refused(what: str, hint: str) -> Handler:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(f"{what} is not possible on a lazy tensor", where=str(user_site()), hint=hint)
+
+    return refuse
+
+
+def _grad_fn(self: Any) -> Any:
+    return realize(self._value, "grad_fn").grad_fn if self._value.requires_grad else None
+
+
+def _iterate(self: Any) -> Any:
+    if self.ndim == 0:
+        raise TypeError("iteration over a 0-d tensor")
+    return iter(self.unbind(0))
+
+
+def _version(self: Any) -> int:
+    return len(self._value.storage.writers) + (0 if self._value.real is None else self._value.real._version)
+
+
+def _format(self: Any, spec: str) -> str:
+    return format(realize(self._value, "format"), spec)
+
+
+def _hash(self: Any) -> int:
+    return id(self)
+
+
+_FORCING = (
+    "item", "tolist", "numpy", "data_ptr", "untyped_storage", "storage", "__bool__", "__int__", "__float__",
+    "__index__", "__complex__", "__reduce_ex__", "share_memory_", "is_shared", "__array__", "__dlpack__",
+    "__dlpack_device__", "_typed_storage", "is_pinned", "const_data_ptr",
+)  # fmt: skip
+_METADATA = (
+    "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "element_size", "ndimension",
+    "is_contiguous", "get_device", "is_signed", "storage_offset", "__len__", "is_inference",
+)  # fmt: skip
+_METADATA_ATTRIBUTES = ("layout", "is_cuda", "is_sparse", "is_quantized", "is_meta", "itemsize", "nbytes", "is_nested",
+                        "is_mkldnn", "is_mps", "is_xpu", "is_cpu")  # fmt: skip
+
+
+def _table() -> dict[Any, Handler]:
+    table: dict[Any, Handler] = {
+        _T.backward: _backward,
+        torch.autograd.backward: _autograd_backward,
+        torch.autograd.grad: _autograd_grad,
+        _T.register_hook: _on_graph(_T.register_hook),
+        _T.retain_grad: _on_graph(_T.retain_grad),
+        _T.requires_grad_: _requires_grad_,
+        _T.grad_fn.__get__: _grad_fn,  # type: ignore[attr-defined]
+        _T._version.__get__: _version,  # type: ignore[attr-defined]
+        _T.__iter__: _iterate,
+        _T.__format__: _format,
+        _T.__hash__: _hash,
+        _T.data.__set__: _refused("assigning .data", "use copy_(), or LazyTensor.set_tensor"),  # type: ignore[attr-defined]
+        torch.numel: _metadata(_T.numel),
+        torch.is_floating_point: _metadata(_T.is_floating_point),
+        torch.is_complex: _metadata(_T.is_complex),
+    }
+    table.update({getattr(_T, name): _forced(name, getattr(_T, name)) for name in _FORCING if hasattr(_T, name)})
+    table.update({getattr(_T, name): _metadata(getattr(_T, name)) for name in _METADATA})
+    for name in _METADATA_ATTRIBUTES:
+        getter = getattr(_T, name).__get__
+        table[getter] = _metadata(getter)
+    return table
+
+
+_handlers = _table()
+
+
+def lookup_function(func: Handler) -> Handler:
+    """The lazy implementation of a torch function.
+
+    >>> lookup_function(torch.add).func.__name__
+    'lazy_forward'
+    """
+    return _handlers.get(func) or partial(lazy_forward, func)
+
+
+def lookup_method(name: str) -> Handler:
+    """The lazy implementation of a method of `torch.Tensor`.
+
+    Raises:
+        AttributeError: `torch.Tensor` has no such method.
+    """
+    return lookup_function(getattr(torch.Tensor, name))

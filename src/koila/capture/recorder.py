@@ -1,0 +1,370 @@
+"""The recorder: one torch call with lazy operands in, one node and its lazy results out.
+
+*Takes* a function and its arguments. *Gives* lazy results. Inference is asked of the trie first (the program repeats
+an earlier one), then of the shape cache, then of fake tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from koila import events
+from koila.interfaces import Realizer
+from koila.ir.draws import draw
+from koila.ir.infer import compute_shape, infer
+from koila.ir.node import Node, Storage, Value, function_name, version_of
+from koila.ir.prepass import Inference, Output, PrePass, prepass_of
+from koila.ir.replay import Context, current_context
+from koila.ir.source import user_site
+from koila.ir.tree import map_leaves, rebuild
+from koila.ir.trie import TrieCache
+
+MAX_DEPTH = 10_000
+"""A longer chain of pending calls is cut: its end is run."""
+
+_T = torch.Tensor
+SLOT_FUNCTIONS = {
+    torch.mul, torch.div, torch.add, torch.sub, _T.mul, _T.div, _T.add, _T.sub, _T.mul_, _T.div_, _T.add_, _T.sub_,
+    _T.__mul__, _T.__rmul__, _T.__imul__, _T.__add__, _T.__radd__, _T.__iadd__, _T.__sub__, _T.__rsub__,
+    _T.__isub__, _T.__truediv__, _T.__rtruediv__, _T.__itruediv__, F.batch_norm,
+}  # fmt: skip
+"""Functions that use their Python floats as they are (or one minus them): such a float may vary between steps."""
+
+HIDDEN_WRITERS = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
+"""Functions whose real operands may be written by a later call without a trace in their version."""
+
+
+class Scan(NamedTuple):
+    """A call's arguments, taken apart."""
+
+    args: Any
+    kwargs: Any
+    operands: list[Value | torch.Tensor]
+    originals: list[torch.Tensor]
+    statics: list[Any]
+    slots: list[float]
+
+
+class Unhashable(Exception):
+    """An argument that cannot be part of a key."""
+
+
+class Recorder(threading.local):
+    """What a thread has recorded and not run yet."""
+
+    def __init__(self) -> None:
+        self.trie = TrieCache()
+        self.epoch = 0
+        self.count = 0
+        self.effects: list[Node] = []
+        """Nodes that write to real tensors: they run with the next run, whoever asks for it."""
+        self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
+        """Storages of real tensors that values or pending calls hold, by their address."""
+
+    def new_epoch(self) -> None:
+        """A run has happened: the next recorded call starts a new program."""
+        self.trie.reset_current()
+        self.epoch += 1
+        self.count = 0
+
+    def storage_of(self, operand: Value | torch.Tensor, register: bool = False) -> Storage | None:
+        """The storage of an operand; a real tensor has one only if a pending call writes to it."""
+        if isinstance(operand, Value):
+            return operand.storage
+        if not register and not self.real_storages:
+            return None
+        key = operand.untyped_storage()._cdata if operand.layout == torch.strided else id(operand)
+        found = self.real_storages.get(key)
+        if found is None and register:
+            found = self.real_storages[key] = Storage(real=True)
+        return found
+
+
+recorder = Recorder()
+
+
+class Bridge:
+    """What capture needs from elsewhere: the class of lazy tensors and the realizer; set once at import."""
+
+    lazy_type: type[Any]
+    eager_type: type[Any]
+    realizer: Realizer
+
+
+def _scan_leaf(leaf: Any, scan: Scan, slotted: bool) -> Any:
+    kind = type(leaf)
+    if kind is Bridge.lazy_type:
+        scan.operands.append(leaf._value)
+        scan.originals.append(leaf)
+        scan.statics.append(_TENSOR)
+        return leaf._value
+    if isinstance(leaf, torch.Tensor):
+        real = leaf.run() if kind is Bridge.eager_type else leaf
+        scan.operands.append(real)
+        scan.originals.append(real)
+        scan.statics.append(_TENSOR)
+        return real
+    if kind is float and slotted:
+        scan.slots.append(leaf)
+        scan.statics.append(_SLOT)
+        return leaf
+    if kind in _NUMBERS:
+        scan.statics.append((kind, leaf))
+    else:
+        try:
+            hash(leaf)
+        except TypeError as error:
+            raise Unhashable from error
+        scan.statics.append(leaf)
+    return leaf
+
+
+_TENSOR, _SLOT = object(), object()
+_NUMBERS = frozenset({bool, int, float, complex})
+
+
+def _scan_tree(tree: Any, scan: Scan, slotted: bool) -> Any:
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        scan.statics.append((type(tree), len(tree)))
+        return rebuild(type(tree), [_scan_tree(item, scan, slotted) for item in tree])
+    if isinstance(tree, dict):
+        scan.statics.append((dict, tuple(tree)))
+        return {name: _scan_tree(item, scan, slotted) for name, item in tree.items()}
+    if isinstance(tree, slice):
+        scan.statics.append(slice)
+        return slice(*[_scan_tree(item, scan, slotted) for item in (tree.start, tree.stop, tree.step)])
+    return _scan_leaf(tree, scan, slotted)
+
+
+def scan_call(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Scan, bool]:
+    """Take a call apart; the flag says whether it can be cached."""
+    slotted = func in SLOT_FUNCTIONS
+    scan = Scan(None, None, [], [], [], [])
+    try:
+        new_args = tuple([_scan_tree(item, scan, slotted) for item in args])
+        new_kwargs = {}
+        for name, item in kwargs.items():
+            scan.statics.append(name)
+            new_kwargs[name] = _scan_tree(item, scan, slotted)
+        return scan._replace(args=new_args, kwargs=new_kwargs), True
+    except Unhashable:
+        scan = Scan(None, None, [], [], [], [])
+        take = lambda leaf: _take_operand(leaf, scan)  # noqa: E731
+        return scan._replace(args=map_leaves(args, take), kwargs=map_leaves(kwargs, take)), False
+
+
+def _take_operand(leaf: Any, scan: Scan) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    real = leaf.run() if isinstance(leaf, Bridge.eager_type) else leaf
+    scan.operands.append(real._value if isinstance(real, Bridge.lazy_type) else real)
+    scan.originals.append(real)
+    return scan.operands[-1]
+
+
+def _operand_meta(operand: Value | torch.Tensor) -> tuple[PrePass, bool]:
+    if isinstance(operand, Value):
+        prepass = operand.prepass
+        if operand.requires_grad != prepass.requires_grad:
+            prepass = prepass.with_grad(True)
+        return prepass, operand.real is not None and operand.real.is_leaf
+    return prepass_of(operand), operand.is_leaf
+
+
+def _trie_operand(operand: Value | torch.Tensor, epoch: int) -> Any:
+    if isinstance(operand, Value) and operand.position[0] == epoch:
+        return operand.position[1] if not operand.is_view else (operand.position[1], operand.requires_grad)
+    return _operand_meta(operand)
+
+
+def _sharing(operands: list[Value | torch.Tensor]) -> tuple[Any, ...]:
+    """Which operands are the same tensor, or share a storage."""
+    first: dict[int, int] = {}
+    pattern = []
+    for index, operand in enumerate(operands):
+        storage = operand.storage if isinstance(operand, Value) else operand
+        pattern.append((first.setdefault(id(operand), index), first.setdefault(id(storage), index)))
+    return tuple(pattern)
+
+
+def _inference_for(func: Any, scan: Scan, cacheable: bool, context: Context) -> Inference:
+    infer_now = lambda: infer(func, scan.args, scan.kwargs, scan.operands)  # noqa: E731
+    if not cacheable:
+        events.count("shape_cache::miss::an argument cannot be hashed")
+        return infer_now()
+    epoch, trie = recorder.epoch, recorder.trie
+    statics = tuple(scan.statics)
+    sharing = _sharing(scan.operands) if len(scan.operands) > 1 else ()
+    key = (func, context, statics, tuple([_trie_operand(o, epoch) for o in scan.operands]), sharing)
+    found = trie.traverse(key)
+    if found is None:
+        shape_key = (func, context, statics, tuple([_operand_meta(o) for o in scan.operands]), sharing)
+        found = compute_shape(shape_key, infer_now)
+        trie.insert(key, found)
+    return found
+
+
+def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Record one call of a torch function; nothing is computed.
+
+    Args:
+        func: The torch function or method.
+        args: Its arguments; at least one of them lazy.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What the function returns, with lazy tensors in place of tensors.
+
+    >>> import koila
+    >>> koila.lazy_forward(torch.add, koila.lazy(torch.ones(2)), 1).run()
+    tensor([2., 2.])
+    """
+    scan, cacheable = scan_call(func, args, kwargs)
+    context = current_context()
+    inference = _inference_for(func, scan, cacheable, context)
+    if inference.forced is not None:
+        return run_eagerly(func, scan, inference.forced)
+    if any(index not in inference.hidden_writes and is_real(scan.operands[index]) for index in inference.writes):
+        return run_eagerly(func, scan, "a write to a real tensor")
+    if not inference.outputs and not inference.writes:
+        return inference.structure
+    return record(func, scan, inference, context, cacheable)
+
+
+def is_real(operand: Value | torch.Tensor) -> bool:
+    """Whether an operand is a tensor that eager code sees."""
+    return not isinstance(operand, Value)
+
+
+def record(func: Any, scan: Scan, inference: Inference, context: Context, cacheable: bool) -> Any:
+    """Append a node for the call and wrap its results."""
+    node = Node(func, scan.args, scan.kwargs, tuple(scan.operands), inference, context, user_site())
+    node.key = (func, context, tuple(scan.statics)) if cacheable else (func, context, object())
+    node.slots = tuple(scan.slots)
+    node.versions = tuple([version_of(operand) for operand in scan.operands])
+    node.draws = [draw(spec) for spec in inference.draws]
+    events.count("lazy::" + function_name(func))
+    result = map_outputs(inference.structure, _wrapper(node, scan))
+    _note_effects(node, inference)
+    if node.depth > MAX_DEPTH:
+        _cut(node)
+    return result
+
+
+def map_outputs(structure: Any, wrap: Callable[[Output], Any]) -> Any:
+    """The result's structure with each `Output` wrapped."""
+    if type(structure) is Output:
+        return wrap(structure)
+    return map_leaves(structure, lambda leaf: wrap(leaf) if type(leaf) is Output else leaf)
+
+
+def _wrapper(node: Node, scan: Scan) -> Callable[[Output], Any]:
+    made: list[Value | None] = []
+
+    def wrap(output: Output) -> Any:
+        index = len(made)
+        if output.same_as is not None:
+            made.append(None)
+            original, operand = scan.originals[output.same_as], scan.operands[output.same_as]
+            if isinstance(operand, Value):
+                operand.prepass = output.prepass
+            return original
+        value = Value(output.prepass, _output_storage(output, scan, made), node, index)
+        value.is_view = output.is_view
+        value.position = (recorder.epoch, recorder.count)
+        recorder.count += 1
+        node.set_output(index, value)
+        made.append(value)
+        return Bridge.lazy_type._wrap(value)
+
+    return wrap
+
+
+def _output_storage(output: Output, scan: Scan, made: list[Value | None]) -> Storage:
+    if output.shares is not None:
+        found = recorder.storage_of(scan.operands[output.shares], register=True)
+        assert found is not None
+        return found
+    if output.shares_output is not None:
+        earlier = made[output.shares_output]
+        return Storage() if earlier is None else earlier.storage
+    return Storage()
+
+
+def _note_effects(node: Node, inference: Inference) -> None:
+    """Tell the storages who reads and who writes them; a write to a real one is an effect."""
+    register = node.func in HIDDEN_WRITERS
+    reference = weakref.ref(node)
+    for operand in node.operands:
+        storage = recorder.storage_of(operand, register)
+        if storage is not None:
+            storage.readers.append(reference)
+            if not isinstance(operand, Value):
+                node.storages.append(storage)
+    for index, requires_grad in zip(inference.writes, inference.write_grads, strict=True):
+        operand = node.operands[index]
+        storage = recorder.storage_of(operand, register=True)
+        assert storage is not None
+        storage.writers.append(node)
+        if not isinstance(operand, Value):
+            node.storages.append(storage)
+        storage.requires_grad |= requires_grad
+        if isinstance(operand, Value) and requires_grad:
+            operand.prepass = operand.prepass.with_grad(True)
+        if storage.real and (not recorder.effects or recorder.effects[-1] is not node):
+            recorder.effects.append(node)
+
+
+def _cut(node: Node) -> None:
+    values = [value for index in range(node.num_outputs) if (value := node.output(index)) is not None]
+    events.count("forced::long program", site=node.site)
+    Bridge.realizer.materialize(values, "long program")
+
+
+def realize(value: Value, why: str) -> torch.Tensor:
+    """The real tensor of a value; run if it is pending or has pending writes."""
+    if value.real is None or value.storage.writers:
+        events.count(f"forced::{why}", site=user_site())
+        Bridge.realizer.materialize([value], why)
+    assert value.real is not None
+    return value.real
+
+
+def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
+    """Materialise the operands and make the call on PyTorch's own engine; counted (Rule 6)."""
+    name = function_name(func)
+    events.count(f"eager::{name}", site=user_site())
+    pending = [operand for operand in scan.operands if isinstance(operand, Value)]
+    if any(value.real is None or value.storage.writers for value in pending):
+        events.count(f"forced::{why}", site=user_site())
+        Bridge.realizer.materialize(pending, why)
+    reals = {id(operand): operand.real for operand in pending}
+    swap = lambda leaf: reals.get(id(leaf), leaf)  # noqa: E731
+    result = func(*map_leaves(scan.args, swap), **map_leaves(scan.kwargs, swap))
+    back = {id(operand.real): original for operand, original in zip(scan.operands, scan.originals, strict=True)
+            if isinstance(operand, Value)}  # fmt: skip
+
+    def wrap(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or any(leaf is original for original in scan.originals):
+            return leaf
+        if leaf.layout != torch.strided:
+            return leaf
+        return back[id(leaf)] if id(leaf) in back else Bridge.lazy_type._wrap(input_value(leaf))
+
+    return map_leaves(result, wrap)
+
+
+def input_value(real: torch.Tensor, batch: int | None = None) -> Value:
+    """A value that is a real tensor already."""
+    storage = recorder.storage_of(real, register=True)
+    assert storage is not None
+    value = Value(prepass_of(real), storage, None, 0)
+    value.real = real
+    value.batch = batch
+    return value

@@ -1,0 +1,383 @@
+"""Events, counters and metrics: every stage emits them, reporting listens (Rule 6).
+
+Takes: names with amounts or values, and events, from every stage.
+Gives: the running counters with their sites, the metrics, and the events to whoever subscribed.
+
+A leaf: it imports the standard library only. Metrics follow the ones of PyTorch's lazy core. Counters take no lock,
+because `count` is called for every recorded function: two threads that count the same name at the same instant may
+lose one of the two.
+"""
+
+import math
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+MAX_SITES = 256
+"""How many distinct sites a counter keeps; what comes after them is counted under `OTHER_SITES`."""
+OTHER_SITES = "(other sites)"
+PERCENTILES = (0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.99)
+
+ReprFn: TypeAlias = Callable[[float], str]
+Site: TypeAlias = str | Callable[[], str]
+
+
+# How values are written.
+
+
+def metric_value(value: float) -> str:
+    """Write a plain number.
+
+    >>> metric_value(3.0), metric_value(0.123456)
+    ('3', '0.1235')
+    """
+    return str(int(value)) if float(value).is_integer() else f"{value:.4g}"
+
+
+def metric_bytes(value: float) -> str:
+    """Write bytes in binary units.
+
+    >>> metric_bytes(512), metric_bytes(1.5 * 2**20)
+    ('512 B', '1.5 MiB')
+    """
+    if abs(value) < 1024:
+        return f"{value:.0f} B"
+    scaled = value / 1024
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        # What would be rounded up to 1024.0 belongs to the next unit.
+        if abs(scaled) < 1023.95:
+            return f"{scaled:.1f} {unit}"
+        scaled /= 1024
+    return f"{scaled:.1f} PiB"
+
+
+def metric_seconds(value: float) -> str:
+    """Write seconds, with the unit that suits them.
+
+    >>> metric_seconds(0.0123), metric_seconds(2.5), metric_seconds(125)
+    ('12.3 ms', '2.5 s', '2 min 05 s')
+    """
+    if abs(value) >= 59.95:
+        minutes, seconds = divmod(round(abs(value)), 60)
+        return f"{'-' if value < 0 else ''}{minutes} min {seconds:02d} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(value) >= 0.99995 * scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value / 1e-9:.4g} ns"
+
+
+# Metrics.
+
+
+class Metric:
+    """A named series of values: a running total over all of them, the latest of them one by one.
+
+    Args:
+        name: the name, as `stage::what`.
+        repr_fn: how a value is written in a report.
+        max_samples: how many of the latest samples are kept.
+
+    >>> metric = Metric("run::seconds", repr_fn=metric_seconds, max_samples=2)
+    >>> for seconds in (1.0, 2.0, 3.0):
+    ...     metric.add_sample(seconds, timestamp=0.0)
+    >>> metric.accumulator, metric.total_samples, list(metric.samples)
+    (6.0, 3, [(0.0, 2.0), (0.0, 3.0)])
+    """
+
+    def __init__(self, name: str, repr_fn: ReprFn = metric_value, max_samples: int = 1024) -> None:
+        if max_samples < 1:
+            raise ValueError(f"metric {name!r} must keep at least 1 sample, not {max_samples}")
+        self.name = name
+        self.repr_fn = repr_fn
+        self.max_samples = max_samples
+        self.samples: deque[tuple[float, float]] = deque(maxlen=max_samples)
+        self.accumulator = 0.0
+        self.total_samples = 0
+        self._lock = threading.Lock()
+
+    def add_sample(self, value: float, timestamp: float | None = None) -> None:
+        """Add one value, at `timestamp` in seconds since the epoch (default: now)."""
+        moment = time.time() if timestamp is None else timestamp
+        with self._lock:
+            self.samples.append((moment, value))
+            self.accumulator += value
+            self.total_samples += 1
+
+    def percentiles(self, points: Sequence[float] = PERCENTILES) -> dict[float, float]:
+        """Give for each point the smallest kept value that at least this share of the kept values does not exceed.
+
+        Args:
+            points: shares from 0 to 1.
+
+        Returns:
+            Point → value; empty when there are no samples.
+
+        Raises:
+            ValueError: if a point is not a share.
+
+        >>> metric = Metric("sizes")
+        >>> for size in range(1, 101):
+        ...     metric.add_sample(size)
+        >>> metric.percentiles((0.5, 0.99))
+        {0.5: 50, 0.99: 99}
+        """
+        for point in points:
+            if not 0.0 <= point <= 1.0:
+                raise ValueError(f"a percentile point is a share from 0 to 1, not {point}")
+        with self._lock:
+            values = sorted(value for _, value in self.samples)
+        return {point: values[_rank(point, len(values))] for point in points} if values else {}
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        with self._lock:
+            self.samples.clear()
+            self.accumulator = 0.0
+            self.total_samples = 0
+
+
+def _rank(point: float, num_values: int) -> int:
+    # 0.07 * 100 is a little more than 7: without rounding, the rank would be one too high.
+    return max(math.ceil(round(point * num_values, 9)) - 1, 0)
+
+
+_metrics: dict[str, Metric] = {}
+
+
+def sample(name: str, value: float, repr_fn: ReprFn = metric_value) -> None:
+    """Add a value to the metric of that name; the first call for a name decides its `repr_fn`."""
+    metric = _metrics.get(name)
+    if metric is None:
+        metric = _metrics.setdefault(name, Metric(name, repr_fn))
+    metric.add_sample(value)
+
+
+def metrics() -> dict[str, Metric]:
+    """Give a copy of the registry of metrics: name → the live metric."""
+    return dict(_metrics)
+
+
+# Counters.
+
+
+class _Sites:
+    """The places at which one counter was raised: at most `MAX_SITES` of them, as text or as what makes the text."""
+
+    __slots__ = ("amounts", "num_callables", "num_other")
+
+    def __init__(self) -> None:
+        self.amounts: dict[Site, int] = {}
+        self.num_callables = 0
+        self.num_other = 0
+
+    def add(self, site: Site, amount: int) -> None:
+        amounts = self.amounts
+        if site in amounts:
+            amounts[site] += amount
+        elif len(amounts) < MAX_SITES:
+            amounts[site] = amount
+            self.num_callables += not isinstance(site, str)
+        else:
+            self._add_when_full(site, amount)
+
+    def _add_when_full(self, site: Site, amount: int) -> None:
+        # Different callables may stand for one place: as text they share an entry and make room.
+        if self.num_callables:
+            self.amounts = dict[Site, int](self._by_text().items())
+            self.num_callables = 0
+        text = _site_text(site)
+        if text in self.amounts or len(self.amounts) < MAX_SITES:
+            self.amounts[text] = self.amounts.get(text, 0) + amount
+        else:
+            self.num_other += amount
+
+    def _by_text(self) -> Counter[str]:
+        texts: Counter[str] = Counter()
+        for site, amount in list(self.amounts.items()):
+            texts[_site_text(site)] += amount
+        return texts
+
+    def resolve(self) -> Counter[str]:
+        texts = self._by_text()
+        if self.num_other:
+            texts[OTHER_SITES] += self.num_other
+        return texts
+
+
+def _site_text(site: Site) -> str:
+    return site if isinstance(site, str) else site()
+
+
+_counts: defaultdict[str, int] = defaultdict(int)
+_sites: dict[str, _Sites] = {}
+
+
+def count(name: str, amount: int = 1, site: Site | None = None) -> None:
+    """Raise a counter.
+
+    Args:
+        name: the counter, as `prefix::what`.
+        amount: by how much.
+        site: the place in the user's program, as text, or as a hashable callable that is asked for the text only when
+            sites are read (or when a counter has `MAX_SITES` of them). Callables that compare equal for the same place
+            share one entry.
+
+    >>> reset()
+    >>> count("forced::item", site="train.py:41")
+    >>> count("forced::item", site=lambda: "train.py:41")
+    >>> counters()["forced::item"], sites("forced::item")
+    (2, Counter({'train.py:41': 2}))
+    """
+    _counts[name] += amount
+    if site is not None:
+        _add_site(name, site, amount)
+
+
+def _add_site(name: str, site: Site, amount: int) -> None:
+    known = _sites.get(name)
+    if known is None:
+        known = _sites.setdefault(name, _Sites())
+    known.add(site, amount)
+
+
+def counters() -> dict[str, int]:
+    """Give a copy of all counters: name → value."""
+    return dict(_counts)
+
+
+def sites(name: str) -> Counter[str]:
+    """Give the places at which a counter was raised: text → amount; empty when none were given."""
+    known = _sites.get(name)
+    return known.resolve() if known is not None else Counter()
+
+
+def reset() -> None:
+    """Forget all counters, sites and metrics; listeners stay subscribed."""
+    _counts.clear()
+    _sites.clear()
+    _metrics.clear()
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """A plan begins to run."""
+
+    program: str
+    """What is run: the name or the hash of the program."""
+    num_nodes: int
+    """The nodes of the program."""
+    num_samples: int
+    """The size of the whole batch, in samples."""
+    chunk_size: int
+    """The size of a chunk, in samples."""
+    num_phases: int
+    """The phases of the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStart:
+    """A phase of the running plan begins."""
+
+    index: int
+    """Which phase, from 0."""
+    num_chunks: int
+    """The chunks of this phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEnd:
+    """A chunk of the running phase is done."""
+
+    phase: int
+    """Which phase, from 0."""
+    index: int
+    """Which chunk of the phase, from 0."""
+    num_samples: int
+    """The size of this chunk, in samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """The run is done and committed."""
+
+    seconds: float
+    """How long the run took, in seconds."""
+    num_chunks: int
+    """The chunks of all phases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Something was done in a weaker way than asked for (Rule 6)."""
+
+    what: str
+    """What was weakened: an operator, a plan, a delegate."""
+    reason: str
+    """Why."""
+    site: str | None = None
+    """The user's file:line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """A lazy value had to be computed before a run was asked for (Rule 6)."""
+
+    why: str
+    """What asked for the value: item, print, nonzero."""
+    site: str | None = None
+    """The user's file:line."""
+
+
+Event: TypeAlias = RunStart | PhaseStart | ChunkEnd | RunEnd | Fallback | Forced
+Listener: TypeAlias = Callable[[Event], None]
+
+_lock = threading.Lock()
+_subscriptions: dict[object, Listener] = {}
+_listeners: tuple[Listener, ...] = ()
+
+
+def subscribe(listener: Listener) -> Callable[[], None]:
+    """Have `listener` called with every event, in the thread that emits it, until the result is called.
+
+    Args:
+        listener: called with each event; what it raises goes to the emitter.
+
+    Returns:
+        A function that ends this subscription; a second call of it does nothing.
+
+    >>> seen = []
+    >>> unsubscribe = subscribe(seen.append)
+    >>> emit(Forced("item", "train.py:41"))
+    >>> unsubscribe()
+    >>> seen
+    [Forced(why='item', site='train.py:41')]
+    """
+    token = object()
+    with _lock:
+        _subscriptions[token] = listener
+        _publish()
+
+    def unsubscribe() -> None:
+        with _lock:
+            _subscriptions.pop(token, None)
+            _publish()
+
+    return unsubscribe
+
+
+def _publish() -> None:
+    # A new tuple each time: `emit` walks over the one it found, without a lock.
+    global _listeners
+    _listeners = tuple(_subscriptions.values())
+
+
+def emit(event: Event) -> None:
+    """Hand an event to every listener, in the order of subscription."""
+    for listener in _listeners:
+        listener(event)

@@ -1,0 +1,78 @@
+"""The tensor abstraction layer: what eager and lazy tensors have in common.
+
+*Takes* nothing. *Gives* the protocols `Runnable`, `TensorMixin` and `RunnableTensor`, which both kinds of tensor
+satisfy, and `BatchInfo`, the batch dimension of a value.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInfo:
+    """Which dimension of a value is the batch, and how many samples it has."""
+
+    index: int
+    """The dimension, counted from the left."""
+    value: int
+    """The number of samples."""
+
+    def map(self, index: int) -> BatchInfo:
+        """The same batch in another dimension."""
+        return BatchInfo(index, self.value)
+
+
+@runtime_checkable
+class Runnable(Protocol[T_co]):
+    """Something that can be evaluated."""
+
+    @abstractmethod
+    def run(self) -> T_co:
+        """Evaluate, and give the result."""
+
+
+@runtime_checkable
+class TensorMixin(Protocol):
+    """What can be asked of a tensor without looking at its data."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def dim(self) -> int: ...
+
+    def numel(self) -> int: ...
+
+
+@runtime_checkable
+class RunnableTensor(Runnable[torch.Tensor], TensorMixin, Protocol):
+    """A tensor that can be evaluated, and knows its batch before that."""
+
+    @property
+    def batch(self) -> BatchInfo | None: ...
+
+
+class Realizer(Protocol):
+    """How capture asks the later stages to run what is pending; joined to them in `koila._api`."""
+
+    def materialize(self, values: Sequence[Any], why: str) -> None:
+        """Bind each of the pending values to a real tensor."""
+
+    def backward(self, request: Any) -> None:
+        """Run a backward pass from pending values and commit its gradients."""
+
+    def batch_of(self, value: Any) -> BatchInfo | None:
+        """The batch dimension that the analysis finds in a value."""

@@ -1,0 +1,1 @@
+"""Stage 1, the vocabulary: nodes, values, graphs, and what is known about them before anything runs."""

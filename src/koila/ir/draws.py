@@ -1,0 +1,151 @@
+"""Random numbers as source values: drawn once, when they are recorded, by eager's own kernel.
+
+*Takes* a `Draw`: a random operator whose consumption of the generator does not depend on data. *Gives* a `Source`
+that holds the numbers in their smallest exact form, and `Supply`, which hands sources to a call that is replayed.
+
+After the draw the generator stands where eager's would (DESIGN.md section 3). A Bernoulli mask is kept as one bit per
+element, and is drawn into bytes where a self-test on this machine shows that the stream does not depend on the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from koila.ir.prepass import Draw, PrePass
+from koila.ir.tree import map_leaves
+
+aten = torch.ops.aten
+
+BY_LAYOUT = {
+    aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default,
+    aten.geometric_.default, aten.cauchy_.default, aten.log_normal_.default, aten.random_.default,
+    aten.random_.to, getattr(aten.random_, "from"), aten.rand.default, aten.randn.default, aten.randint.default,
+    aten.randint.low, aten.randperm.default, aten.rand_like.default, aten.randn_like.default,
+    aten.randint_like.default, aten.randint_like.low_dtype, aten.rand.generator, aten.randn.generator,
+    aten.randperm.generator, aten.randint.generator, aten.randint.low_generator, aten.bernoulli.p,
+    aten.normal.float_float,
+}  # fmt: skip
+"""Random operators that depend on the layout of their arguments only, never on the data."""
+
+_BLOCK = 1 << 20
+_SHIFTS = torch.arange(8, dtype=torch.uint8)
+
+
+class Source:
+    """Random numbers that stand for a random operator."""
+
+    __slots__ = ("_whole", "dtype", "num_bytes", "shape", "stride")
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self._whole: torch.Tensor | None = whole
+        self.shape = tuple(whole.shape)
+        self.stride = whole.stride()
+        self.dtype = whole.dtype
+        self.num_bytes = whole.numel() * whole.element_size()
+
+    def whole(self) -> torch.Tensor:
+        """All of it."""
+        assert self._whole is not None
+        return self._whole
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """The positions `start:stop` of the first dimension."""
+        return self.whole()[start:stop]
+
+
+class BitSource(Source):
+    """A Bernoulli mask, eight elements to a byte, in logical order; its tensors are bool."""
+
+    __slots__ = ("_bits",)
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__(mask)
+        self._whole = None
+        self.dtype = torch.bool
+        self._bits = _pack(mask)
+        self.num_bytes = self._bits.numel()
+
+    def whole(self) -> torch.Tensor:
+        return self._unpack(0, _numel(self.shape)).view(self.shape)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        row = _numel(self.shape[1:])
+        return self._unpack(start * row, stop * row).view(stop - start, *self.shape[1:])
+
+    def _unpack(self, start: int, stop: int) -> torch.Tensor:
+        first = start // 8 * 8
+        pieces = torch.empty((stop - first + 7) // 8 * 8, dtype=torch.bool)
+        for begin in range(first, stop, _BLOCK):
+            block = self._bits[begin // 8 : (min(begin + _BLOCK, stop) + 7) // 8]
+            bits = block.unsqueeze(1).bitwise_right_shift(_SHIFTS).bitwise_and_(1)
+            pieces[begin - first : begin - first + bits.numel()].copy_(bits.view(-1))
+        return pieces[start - first : stop - first]
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _pack(mask: torch.Tensor) -> torch.Tensor:
+    flat = mask.reshape(-1)
+    bits = torch.empty((flat.numel() + 7) // 8, dtype=torch.uint8)
+    for begin in range(0, flat.numel(), _BLOCK):
+        block = flat[begin : begin + _BLOCK].to(torch.uint8)
+        if block.numel() % 8:
+            block = torch.cat([block, block.new_zeros(-block.numel() % 8)])
+        packed = block.view(-1, 8).bitwise_left_shift(_SHIFTS).sum(1, dtype=torch.uint8)
+        bits[begin // 8 : begin // 8 + packed.numel()] = packed
+    return bits
+
+
+@cache
+def _stream_ignores_dtype(dtype: torch.dtype) -> bool:
+    """Self-test: the same seed gives the same mask in bytes as in `dtype`, and leaves the same generator state."""
+    for shape, order in (((4099,), (0,)), ((37, 61), (1, 0))):
+        seen = []
+        for kind in (dtype, torch.uint8):
+            generator = torch.Generator().manual_seed(1)
+            noise = torch.empty(shape, dtype=kind).permute(order).bernoulli_(0.7, generator=generator)
+            seen.append((noise.to(torch.uint8), generator.get_state()))
+        if not all(torch.equal(first, second) for first, second in zip(*seen, strict=True)):
+            return False
+    return True
+
+
+def _empty(prepass: PrePass, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty_strided(prepass.shape, prepass.stride, dtype=dtype or prepass.dtype, device=prepass.device)
+
+
+def draw(spec: Draw) -> Source:
+    """Run the random operator, and advance its generator, as eager would."""
+    with torch.no_grad():
+        if spec.target is aten.bernoulli_.float and spec.args[0].device.type == "cpu":
+            prepass = spec.args[0]
+            dtype = torch.uint8 if _stream_ignores_dtype(prepass.dtype) else None
+            return BitSource(aten.bernoulli_.float(_empty(prepass, dtype), *spec.args[1:], **dict(spec.kwargs)))
+        args = map_leaves(spec.args, lambda leaf: _empty(leaf) if isinstance(leaf, PrePass) else leaf)
+        return Source(spec.target(*args, **dict(spec.kwargs)))
+
+
+class Supply(TorchDispatchMode):
+    """While active, random operators take their numbers from the given tensors, in order."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._next: Iterator[torch.Tensor] = iter(tensors)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags or func not in BY_LAYOUT:
+            return func(*args, **(kwargs or {}))
+        numbers = next(self._next)
+        if func._schema.is_mutable:
+            return args[0].copy_(numbers)
+        return numbers.clone()

@@ -1,0 +1,167 @@
+"""Graph: the pending program behind some values, in program order.
+
+*Takes* the values that are wanted and the effects that are due. *Gives* a frozen `Graph`: the nodes they need, its
+leaves, and a key that two programs share exactly if they make the same calls on tensors of the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from koila.errors import StaleInputError
+from koila.ir.node import Node, Value, version_of
+from koila.ir.prepass import prepass_of
+from koila.ir.source import user_site
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A recorded program: printable, hashable by structure."""
+
+    nodes: tuple[Node, ...]
+    """In program order."""
+    outputs: tuple[Value, ...]
+    """The values that are wanted."""
+
+    @cached_property
+    def positions(self) -> dict[Node, int]:
+        """Each node's place in the program."""
+        return {node: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """Real tensors that the program reads, in order of first use; each once."""
+        found: dict[int, torch.Tensor] = {}
+        for operand in (*(o for node in self.nodes for o in node.operands), *self.outputs):
+            real = operand.real if isinstance(operand, Value) else operand
+            if real is not None:
+                found.setdefault(id(real), real)
+        return tuple(found.values())
+
+    @cached_property
+    def batches(self) -> dict[int, int]:
+        """The batch dimension of leaves that `koila.lazy` was told one for, by index of the leaf."""
+        index = {id(leaf): number for number, leaf in enumerate(self.leaves)}
+        values = (v for v in (*(v for node in self.nodes for v in node.values()), *self.outputs) if v.real is not None)
+        return {index[id(value.real)]: value.batch for value in values if value.batch is not None}
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """The program's structure; what varies from step to step (data, slots) is not in it."""
+        index = {id(leaf): number for number, leaf in enumerate(self.leaves)}
+        positions = self.positions
+        calls = tuple(
+            (node.key, tuple([_operand_code(operand, index, positions) for operand in node.operands]))
+            for node in self.nodes
+        )
+        metas = tuple((prepass_of(leaf), leaf.is_leaf) for leaf in self.leaves)
+        return calls, metas, tuple(self.batches.items()), tuple(_operand_code(v, index, positions) for v in self.outputs)
+
+    @cached_property
+    def structural_hash(self) -> int:
+        """Equal for programs of equal structure."""
+        return hash(self.key)
+
+    def check_fresh(self, needed: Iterable[int] | None = None) -> None:
+        """Raise if an operand was changed since its call was recorded (Rule 5)."""
+        wanted = None if needed is None else {id(self.leaves[index]) for index in needed}
+        for node in self.nodes:
+            for operand, recorded in zip(node.operands, node.versions, strict=True):
+                if recorded is None or recorded == version_of(operand):
+                    continue
+                real = operand.real if isinstance(operand, Value) else operand
+                if wanted is None or id(real) in wanted:
+                    raise _stale(node, operand)
+
+    def __str__(self) -> str:
+        lines = [f"graph of {len(self.nodes)} nodes, {len(self.leaves)} leaves, hash {self.structural_hash & 0xFFFFFFFF:08x}"]
+        names = _Names(self)
+        for number, leaf in enumerate(self.leaves):
+            batch = f", batch in dim {self.batches[number]}" if number in self.batches else ""
+            lines.append(f"  leaf{number}: {prepass_of(leaf)}{batch}")
+        for index, node in enumerate(self.nodes):
+            operands = ", ".join(names.of(operand) for operand in node.operands)
+            results = ", ".join(repr(output.prepass) for output in node.inference.outputs)
+            lines.append(f"  %{index}: {node.name}({operands}) -> {results or '()'}  # {node.site}")
+        lines.append(f"  return {', '.join(names.of(value) for value in self.outputs)}")
+        return "\n".join(lines)
+
+    def to_dot(self) -> str:
+        """Graphviz source."""
+        names, lines = _Names(self), ["digraph koila {", "  rankdir=TB;", "  node [shape=box];"]
+        for number, leaf in enumerate(self.leaves):
+            lines.append(f'  "leaf{number}" [label="leaf{number}\\n{prepass_of(leaf)}", shape=ellipse];')
+        for index, node in enumerate(self.nodes):
+            shapes = ", ".join(repr(output.prepass) for output in node.inference.outputs)
+            lines.append(f'  "%{index}" [label="{node.name}\\n{shapes}"];')
+            lines += [f'  "{names.of(operand).split(".")[0]}" -> "%{index}";' for operand in node.operands]
+        return "\n".join([*lines, "}"])
+
+
+class _Names:
+    """Readable names of operands."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._positions = graph.positions
+        self._leaves = {id(leaf): number for number, leaf in enumerate(graph.leaves)}
+
+    def of(self, operand: Value | torch.Tensor) -> str:
+        real = operand.real if isinstance(operand, Value) else operand
+        if real is not None:
+            return f"leaf{self._leaves[id(real)]}"
+        assert isinstance(operand, Value) and operand.node is not None
+        suffix = f".{operand.index}" if operand.node.num_outputs > 1 else ""
+        return f"%{self._positions.get(operand.node, '?')}{suffix}"
+
+
+def _operand_code(operand: Value | torch.Tensor, leaves: dict[int, int], positions: dict[Node, int]) -> Any:
+    real = operand.real if isinstance(operand, Value) else operand
+    if real is not None:
+        return leaves[id(real)]
+    assert isinstance(operand, Value) and operand.node is not None
+    return positions[operand.node], operand.index
+
+
+def _stale(node: Node, operand: Value | torch.Tensor) -> StaleInputError:
+    shape = list(operand.real.shape if isinstance(operand, Value) and operand.real is not None else operand.shape)  # type: ignore[union-attr]
+    return StaleInputError(
+        f"an input of {node.name} (shape {shape}) was changed after the call was recorded and before it ran",
+        where=f"recorded at {node.site}, run at {user_site()}",
+        hint="run it before the change with koila.run(value) or koila.settle(), or keep it with koila.keep(value)",
+    )
+
+
+def collect(wanted: Sequence[Value], effects: Sequence[Node]) -> Graph:
+    """The program that computes `wanted` and performs `effects`: what they need, and what would be too late after."""
+    found: set[Node] = set()
+    pending: list[Node] = [*effects]
+    for value in wanted:
+        pending += [value.node] if value.node is not None else []
+        pending += value.storage.writers
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += _before(node)
+    return Graph(tuple(sorted(found, key=lambda node: node.sequence)), tuple(wanted))
+
+
+def _before(node: Node) -> list[Node]:
+    """Producers of the operands, earlier writes to their storages, and reads that a write of this node would spoil."""
+    needed: list[Node] = []
+    storages = list(node.storages)
+    for value in node.values():
+        if value.node is not None:
+            needed.append(value.node)
+        storages.append(value.storage)
+    for storage in storages:
+        needed += [writer for writer in storage.writers if writer.sequence < node.sequence]
+        if node in storage.writers:
+            readers = (reference() for reference in storage.readers)
+            needed += [r for r in readers if r is not None and (storage.real or r.sequence < node.sequence)]
+    return needed

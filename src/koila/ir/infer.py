@@ -1,0 +1,157 @@
+"""Shape inference: what one call would return, without computing it.
+
+*Takes* a torch function and arguments in which pending values stand for tensors. *Gives* an `Inference`, by running
+the function on fake tensors and watching: storages tell aliases, versions tell writes, tags tell random operators.
+Nothing here knows any operator by name except those that hide what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from koila.ir.cache import Cache
+from koila.ir.draws import BY_LAYOUT
+from koila.ir.node import Value
+from koila.ir.prepass import Draw, Inference, Output, PrePass, prepass_of
+from koila.ir.tree import map_leaves
+
+aten = torch.ops.aten
+
+SHAPE_CACHE_SIZE = 16_384
+"""Entries of the shape cache; change `shape_cache.max_size` to configure it."""
+
+shape_cache: Cache[Inference] = Cache("shape_cache", SHAPE_CACHE_SIZE)
+
+
+PLAIN = (
+    bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+    torch.Size, torch.qscheme,
+)  # fmt: skip
+"""Results that cannot hide a tensor."""
+
+
+class _NeedsData(Exception):
+    """The call cannot be inferred; the message says why."""
+
+
+class _Watch(TorchDispatchMode):
+    """Notes random draws and writes that schemas hide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[Draw] = []
+        self.hidden_writes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._note_draw(func, args, kwargs)
+        # native_batch_norm updates its statistics although its schema does not say so.
+        if func is aten.native_batch_norm.default and args[5]:
+            self.hidden_writes += [_storage_id(stat) for stat in args[3:5] if stat is not None]
+        return func(*args, **kwargs)
+
+    def _note_draw(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func is aten.native_dropout.default or func not in BY_LAYOUT:
+            if not _consumes_nothing(func, args, kwargs):
+                raise _NeedsData("random numbers that depend on data")
+            return
+        spec = map_leaves(args, lambda leaf: prepass_of(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+        self.draws.append(Draw(func, spec, tuple(kwargs.items())))
+
+
+def _consumes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Operators tagged as random that are deterministic with these arguments (attention without dropout)."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name in ("dropout_p", "p", "dropout"):
+        if name in names:
+            return not given.get(name, 0.0) or given.get("train") is False
+    return given.get("training") is False
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def _fake(prepass: PrePass, is_leaf: bool) -> torch.Tensor:
+    """A fake tensor with that layout; one that requires grad is not a leaf unless the real one is."""
+    if prepass.layout != torch.strided:
+        raise _NeedsData(f"layout {prepass.layout}")
+    base = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
+    if prepass.offset:
+        extent = prepass.offset + sum((n - 1) * s for n, s in zip(prepass.shape, prepass.stride, strict=True)) + 1
+        flat = torch.empty(max(extent, 0), dtype=prepass.dtype, device=prepass.device)
+        base = flat.as_strided(prepass.shape, prepass.stride, prepass.offset).detach()
+    if not prepass.requires_grad:
+        return base
+    base.requires_grad_()
+    if is_leaf:
+        return base
+    copy = torch.enable_grad()(lambda: base.clone())()
+    return copy if copy.stride() == prepass.stride else copy.as_strided(prepass.shape, prepass.stride, 0)
+
+
+def _operand_fake(operand: Value | torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if isinstance(operand, Value):
+        is_leaf = operand.real is not None and operand.real.is_leaf
+        return _fake(operand.prepass.with_grad(operand.requires_grad), is_leaf)
+    return _fake(prepass_of(operand), operand.is_leaf)
+
+
+def infer(
+    func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor]
+) -> Inference:
+    """Run the call on fake tensors; an inference with `forced` set says that it needs data."""
+    mode, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch()
+    try:
+        with mode:
+            fakes = {id(operand): _operand_fake(operand, mode) for operand in operands}
+            swap = lambda leaf: fakes.get(id(leaf), leaf)  # noqa: E731
+            fake_args, fake_kwargs = map_leaves(args, swap), map_leaves(kwargs, swap)
+            before = {key: fake._version for key, fake in fakes.items()}
+            with watch:
+                result = func(*fake_args, **fake_kwargs)
+        ordered = [fakes[id(operand)] for operand in operands]
+        written = [fake._version != before[id(operand)] for operand, fake in zip(operands, ordered, strict=True)]
+        return _describe(result, ordered, written, watch)
+    except _NeedsData as reason:
+        return Inference(None, (), forced=str(reason))
+    except Exception as error:  # Whatever fake tensors cannot do, eager decides: it runs or raises its own error.
+        return Inference(None, (), forced=f"not inferable: {type(error).__name__}")
+
+
+def _describe(result: Any, fakes: list[torch.Tensor], written: list[bool], watch: _Watch) -> Inference:
+    outputs: list[Output] = []
+    storages = {_storage_id(fake): index for index, fake in reversed(list(enumerate(fakes)))}
+    earlier: dict[int, int] = {}
+
+    def describe(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, PLAIN):
+                raise _NeedsData(f"a result of type {type(leaf).__name__}")
+            return leaf
+        if leaf.layout != torch.strided:
+            raise _NeedsData(f"layout {leaf.layout}")
+        storage = _storage_id(leaf)
+        same = next((index for index, fake in enumerate(fakes) if fake is leaf), None)
+        output = Output(prepass_of(leaf), same, storages.get(storage), earlier.get(storage), leaf._is_view())
+        earlier.setdefault(storage, len(outputs))
+        outputs.append(output)
+        return output
+
+    structure = map_leaves(result, describe)
+    hidden = tuple(index for index, fake in enumerate(fakes) if _storage_id(fake) in watch.hidden_writes)
+    writes = tuple(index for index in range(len(fakes)) if written[index] or index in hidden)
+    grads = tuple(fakes[index].requires_grad for index in writes)
+    return Inference(structure, tuple(outputs), writes, grads, hidden, tuple(watch.draws))
+
+
+def compute_shape(key: Any, infer_now: Callable[[], Inference]) -> Inference:
+    """The cached inference for a key; inferred on a miss."""
+    return infer_now() if key is None else shape_cache.get_or_add(key, infer_now)

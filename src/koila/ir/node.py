@@ -1,0 +1,193 @@
+"""The one node type of the recorded program, and the values and storages between nodes.
+
+*Takes* a torch function with its arguments. *Gives* `Node` (also called `LazyFunction`), `Value` and `Storage`.
+
+A program is recorded as the calls it made, in order. Aliasing is kept as PyTorch has it: values that share memory
+share a `Storage`, and a storage knows the nodes that wrote to it. Replaying the calls in order on real tensors is
+therefore eager execution itself. What a value needs is its producer, the producer's operands, and every earlier
+write to their storages; nodes that nobody needs are garbage like any other Python object.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from koila.ir.prepass import Inference, PrePass
+from koila.ir.source import Site
+
+_sequence = itertools.count()
+
+
+class Storage:
+    """Memory that several values may share."""
+
+    __slots__ = ("__weakref__", "readers", "real", "requires_grad", "writers")
+
+    def __init__(self, real: bool = False) -> None:
+        self.real = real
+        """Whether it is the memory of a real tensor: a write to it is an effect that must happen."""
+        self.writers: list[Node] = []
+        self.readers: list[weakref.ref[Node]] = []
+        self.requires_grad = False
+        """Whether a write made its views require grad."""
+
+
+class Value:
+    """One tensor of the recorded program; pending until it is bound to a real tensor."""
+
+    __slots__ = (
+        "__weakref__",
+        "batch",
+        "index",
+        "is_view",
+        "node",
+        "position",
+        "prepass",
+        "real",
+        "storage",
+        "tensor",
+    )
+
+    def __init__(self, prepass: PrePass, storage: Storage, node: Node | None, index: int) -> None:
+        self.prepass = prepass
+        self.storage = storage
+        self.node = node
+        """The producer; None for an input and after binding."""
+        self.index = index
+        """Which result of the producer it is."""
+        self.real: torch.Tensor | None = None
+        """The real tensor it is bound to."""
+        self.batch: int | None = None
+        """The batch dimension that `koila.lazy` was told, for inputs."""
+        self.position: tuple[int, int] = (-1, -1)
+        """(recording epoch, number within it): its name while the trie is walked."""
+        self.tensor: weakref.ref[Any] | None = None
+        """The LazyTensor that the user holds."""
+        self.is_view = False
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.prepass.requires_grad or (self.is_view and self.storage.requires_grad)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the user still holds it."""
+        return self.tensor is not None and self.tensor() is not None
+
+    def bind(self, real: torch.Tensor) -> None:
+        """From now on the value is this tensor."""
+        self.real = real
+        self.node = None
+        self.storage.real = True
+
+
+class Node:
+    """One recorded call of a torch function."""
+
+    __slots__ = (
+        "__weakref__",
+        "_outputs",
+        "args",
+        "context",
+        "depth",
+        "draws",
+        "func",
+        "inference",
+        "kwargs",
+        "key",
+        "operands",
+        "sequence",
+        "site",
+        "slots",
+        "storages",
+        "versions",
+    )
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: tuple[Value | torch.Tensor, ...],
+        inference: Inference,
+        context: Any,
+        site: Site,
+    ) -> None:
+        self.func = func
+        self.args = args
+        """Arguments with every LazyTensor replaced by its Value."""
+        self.kwargs = kwargs
+        self.operands = operands
+        """All tensors among the arguments, in order: Values and real tensors."""
+        self.inference = inference
+        self.context = context
+        """Grad mode, autocast and default dtype at the time of the call."""
+        self.site = site
+        self.sequence = next(_sequence)
+        self.draws: list[Any] = []
+        """One source per random operator inside the call."""
+        self.versions: tuple[tuple[int, int] | None, ...] = ()
+        """(version, data pointer) of each operand when the call was recorded; None for a pending one."""
+        self.slots: tuple[float, ...] = ()
+        """Python floats that are not part of the program's key, in order of appearance."""
+        self.storages: list[Storage] = []
+        """Storages of real operands that pending calls share."""
+        self.depth = 1 + max((v.node.depth for v in self.values() if v.node is not None), default=0)
+        """The longest chain of pending calls behind it."""
+        self.key: Any = None
+        """(function, static arguments, context): the node's own part of the program's key."""
+        self._outputs: list[weakref.ref[Value] | None] = [None] * len(inference.outputs)
+
+    @property
+    def name(self) -> str:
+        """The name of the torch function."""
+        return function_name(self.func)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self._outputs)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the results."""
+        return tuple(output.prepass.shape for output in self.inference.outputs)
+
+    def set_output(self, index: int, value: Value) -> None:
+        self._outputs[index] = weakref.ref(value)
+
+    def output(self, index: int) -> Value | None:
+        """A result, if anything still refers to it."""
+        reference = self._outputs[index]
+        return None if reference is None else reference()
+
+    def values(self) -> Iterator[Value]:
+        """Pending or bound values among the operands."""
+        return (operand for operand in self.operands if isinstance(operand, Value))
+
+    def __repr__(self) -> str:
+        return f"<{self.name} #{self.sequence} {list(self.inference.outputs)}>"
+
+
+LazyFunction = Node
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """A readable name: `linear`, `Tensor.add_`, `Tensor.T`."""
+    if getattr(func, "__name__", "") == "__get__":
+        return f"Tensor.{getattr(func.__self__, '__name__', '?')}"  # type: ignore[attr-defined]
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or func
+    return str(name).replace("TensorBase", "Tensor")
+
+
+def version_of(operand: Value | torch.Tensor) -> tuple[int, int] | None:
+    """What tells whether a real operand was changed: its version and where its data lies."""
+    tensor = operand.real if isinstance(operand, Value) else operand
+    if tensor is None:
+        return None
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr() if tensor.layout == torch.strided else 0
