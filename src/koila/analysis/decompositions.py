@@ -6,7 +6,7 @@ normalisation in training. Only what must be cut is here; everything else keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -71,6 +71,78 @@ def reduced(value: Tensor, reduction: int) -> Tensor:
     if reduction == NONE:
         return value
     return mean(value) if reduction == MEAN else aten.sum.default(value)
+
+
+# Factories that take a tensor for its shape only
+
+
+def _filled(
+    like: Tensor, size: Sequence[int], value: Any, dtype: Any, layout: Any, device: Any, pin_memory: Any
+) -> Tensor:
+    return aten.full.default(
+        list(size),
+        value,
+        dtype=like.dtype if dtype is None else dtype,
+        layout=like.layout if layout is None else layout,
+        device=like.device if device is None else device,
+        pin_memory=pin_memory,
+    )
+
+
+def filled_like(value: Any) -> Callable[..., Tensor]:
+    """zeros_like, ones_like: a constant of the same shape, which no longer depends on the tensor."""
+
+    def decomposition(
+        self: Tensor,
+        *,
+        dtype: Any = None,
+        layout: Any = None,
+        device: Any = None,
+        pin_memory: Any = None,
+        memory_format: Any = None,
+    ) -> Tensor:
+        return _filled(self, self.shape, value, dtype, layout, device, pin_memory)
+
+    return decomposition
+
+
+def full_like(
+    self: Tensor,
+    fill_value: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> Tensor:
+    """A constant of the same shape."""
+    return _filled(self, self.shape, fill_value, dtype, layout, device, pin_memory)
+
+
+def new_filled(value: Any) -> Callable[..., Tensor]:
+    """new_zeros, new_ones: a constant of a given size."""
+
+    def decomposition(
+        self: Tensor, size: Sequence[int], *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    ) -> Tensor:
+        return _filled(self, size, value, dtype, layout, device, pin_memory)
+
+    return decomposition
+
+
+def new_full(
+    self: Tensor,
+    size: Sequence[int],
+    fill_value: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
+    """A constant of a given size."""
+    return _filled(self, size, fill_value, dtype, layout, device, pin_memory)
 
 
 # Losses
@@ -370,6 +442,12 @@ def batch_norm_backward(
 
 
 _OWN: dict[OpOverload, Callable[..., Any]] = {
+    aten.zeros_like.default: filled_like(0),
+    aten.ones_like.default: filled_like(1),
+    aten.full_like.default: full_like,
+    aten.new_zeros.default: new_filled(0),
+    aten.new_ones.default: new_filled(1),
+    aten.new_full.default: new_full,
     aten.mean.default: mean,
     aten.mean.dim: mean_dim,
     aten.nll_loss_forward.default: nll_loss_forward,

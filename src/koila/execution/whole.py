@@ -6,29 +6,15 @@ own autograd: bit-identical to eager by construction. Also the executor of what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from koila import events
+from koila.execution.transaction import restored_on_error
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Value
-from koila.ir.replay import replay
-
-
-@contextmanager
-def restored_on_error(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Rule 4: if the body raises, the tensors are as they were."""
-    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    try:
-        yield
-    except BaseException:
-        for tensor, copy in saved:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
-                tensor.detach().copy_(copy)
-        raise
+from koila.ir.replay import Lookup, replay
 
 
 def written_leaves(graph: Graph) -> list[torch.Tensor]:
@@ -62,8 +48,11 @@ def _last_uses(graph: Graph) -> dict[Node, list[Value]]:
     return dying
 
 
-def run_whole(graph: Graph) -> dict[Value, torch.Tensor]:
-    """Replay the program; the real tensor of every value that is wanted or that the user still holds."""
+def run_whole(graph: Graph, effects: set[Node]) -> dict[Value, torch.Tensor]:
+    """Replay the program; the real tensor of every value that is wanted or that the user still holds.
+
+    A write whose node is not among the due `effects` has happened in an earlier run: it goes to a copy.
+    """
     environment: dict[Value, Any] = {}
     dying = _last_uses(graph)
 
@@ -76,7 +65,14 @@ def run_whole(graph: Graph) -> dict[Value, torch.Tensor]:
         for value in dying[node]:
             environment.pop(value, None)
 
+    def lookup_for(node: Node) -> Lookup:
+        if node in effects or not node.inference.hidden_writes:
+            return lookup
+        written = [node.operands[index] for index in node.inference.hidden_writes]
+        copies = {id(operand): lookup(operand).clone() for operand in written}
+        return lambda leaf: copies[id(leaf)] if id(leaf) in copies else lookup(leaf)
+
     with restored_on_error(written_leaves(graph)):
-        replay(graph.nodes, environment, lookup, lambda node: [source.whole() for source in node.draws], free)
+        replay(graph.nodes, environment, lookup_for, lambda node: [draw.whole() for draw in node.draws], free)
     events.count("nodes_executed", len(graph.nodes))
     return environment

@@ -42,6 +42,10 @@ class PrePass:
         key = (self.shape, self.stride, self.offset, self.dtype, self.device, self.layout, requires_grad)
         return _intern(key)
 
+    def on(self, device: torch.device) -> PrePass:
+        """The same record on another device."""
+        return _intern((self.shape, self.stride, self.offset, self.dtype, device, self.layout, self.requires_grad))
+
     def __repr__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
@@ -74,6 +78,11 @@ def prepass_of(tensor: torch.Tensor) -> PrePass:
             tensor.requires_grad,
         )
     )
+
+
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> PrePass:
+    """The record of a plain CPU tensor."""
+    return prepass_of(torch.empty(shape, dtype=dtype, device="meta")).on(torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)

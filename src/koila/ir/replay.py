@@ -88,7 +88,7 @@ def assign_outputs(node: Node, result: Any, environment: dict[Value, Any]) -> No
 def replay(
     nodes: Iterable[Node],
     environment: dict[Value, Any],
-    lookup: Lookup,
+    lookup_for: Callable[[Node], Lookup],
     numbers_of: Callable[[Node], Sequence[torch.Tensor]],
     after: Callable[[Node], None] | None = None,
 ) -> None:
@@ -100,7 +100,7 @@ def replay(
                 stack.close()
                 context = node.context
                 stack = context.enter()
-            result = replay_node(node, lookup, numbers_of(node) if node.draws else ())
+            result = replay_node(node, lookup_for(node), numbers_of(node) if node.draws else ())
             assign_outputs(node, result, environment)
             if after is not None:
                 after(node)

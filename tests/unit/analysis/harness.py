@@ -20,6 +20,8 @@ from koila.analysis.ruling import Call, Operand, Ruling
 from koila.analysis.types import WHOLE, Merged, Sliced, SplitType, chunk_of, store_chunk
 
 TOLERANCE = 1e-10
+TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-5, torch.complex64: 1e-5}
+"""For the few calls in a narrower dtype."""
 Place = tuple[str, int | None]
 """An operand: the argument's name, and its index if the argument is a list."""
 
@@ -266,8 +268,9 @@ def check_equal(got: Any, want: Any, recorded: Recorded, types: Mapping[Place, S
     if not (want.dtype.is_floating_point or want.dtype.is_complex):
         assert torch.equal(got, want), story
         return
+    tolerance = TOLERANCES.get(want.dtype, TOLERANCE)
     scale = max([1.0, *(float(t.abs().max()) for t in finite(tree_leaves(dict(recorded.arguments)), want))])
-    assert torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True), story
+    assert torch.allclose(got, want, rtol=tolerance, atol=tolerance * scale, equal_nan=True), story
 
 
 def finite(leaves: list[Any], want: torch.Tensor) -> Iterator[torch.Tensor]:

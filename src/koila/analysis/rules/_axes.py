@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+import torch
+
 from koila.analysis.monoids import Sum, narrow_dtype
 from koila.analysis.ruling import Call, Operand, Ruling
 from koila.analysis.types import WHOLE, Merged, Sliced, SplitType
@@ -106,7 +108,14 @@ def _led(call: Call, axes: Axes, label: Hashable, kind: Sliced) -> Ruling:
     if not any(isinstance(result, (Sliced, Merged)) for result in results):
         raise _Mismatch
     sizes = axes.sizes if isinstance(results[0], Sliced) else ()
-    return Ruling(needs, results if len(results) != 1 else results[0], sizes)
+    return Ruling(needs, packed(call, results), sizes)
+
+
+def packed(call: Call, results: tuple[SplitType, ...]) -> SplitType | tuple[SplitType, ...]:
+    """One type for an operator that returns one tensor, a tuple for one that returns several or a list."""
+    returns = call.target._schema.returns
+    alone = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+    return results[0] if alone else results
 
 
 def _need(call: Call, axes: Axes, operand: Operand, labels: Labels, label: Hashable, kind: Sliced) -> SplitType:

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from koila.analysis.rules._axes import Axes, Labels, dims_of, follow, right
 from koila.analysis.ruling import Call, Operand, Rule, Ruling
-from koila.analysis.types import Merged
+from koila.analysis.types import Merged, SplitType
 
 Check = Callable[[Call], bool]
 
@@ -133,6 +135,38 @@ def trailing(num_rigid: int, *, sizes: tuple[str, ...] = ()) -> Rule:
     return rule
 
 
+def either(*rules: Rule) -> Rule:
+    """The first of several rules that rules."""
+
+    def rule(call: Call) -> Ruling | None:
+        return next((ruling for rule in rules if (ruling := rule(call)) is not None), None)
+
+    return rule
+
+
+def plain_number(value: Any) -> bool:
+    """Whether an argument is a number that the trace fixed: one that varies from step to step has a type of its own."""
+    return type(value) in (int, float)
+
+
+def inexact(dtype: torch.dtype) -> bool:
+    """Whether a dtype can be shared out by fractions."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def weighted(ruling: Ruling, call: Call, result: SplitType | tuple[SplitType, ...]) -> Ruling:
+    """The ruling with the chunk's result scaled by the chunk's share of the samples."""
+    whole, total = call.target, call.num_samples
+
+    def scaled(share: float, **arguments: Any) -> Any:
+        return torch.ops.aten.mul.Scalar(whole(**arguments), share)
+
+    def rewrite(arguments: dict[str, Any], num_samples: int) -> dict[str, Any]:
+        return {"share": num_samples / total, **arguments}
+
+    return replace(ruling, result=result, rewrite=rewrite, target=scaled)
+
+
 def shared_out(rule: Rule, factor: str) -> Rule:
     """For `factor * self + product`: a sum over the batch takes `self` in shares, by number of samples."""
 
@@ -140,7 +174,7 @@ def shared_out(rule: Rule, factor: str) -> Rule:
         ruling = rule(call)
         if ruling is None or not isinstance(ruling.result, Merged):
             return ruling
-        if not (call.result.dtype.is_floating_point or call.result.dtype.is_complex):
+        if not inexact(call.result.dtype) or not plain_number(call[factor]):
             return None
         total = call.num_samples
 

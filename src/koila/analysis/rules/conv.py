@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +24,25 @@ def padded(call: Call) -> Ruling | None:
     rigid = {ndim - 1 - place for place in range(len(pad) // 2) if pad[2 * place] or pad[2 * place + 1]}
     labels = right(ndim, rigid)
     return follow(call, Axes({"self": labels}, (labels,), broadcast=False))
+
+
+def _batched(ndim: int) -> Callable[[Call], bool]:
+    return lambda call: bool(call["self"].ndim == ndim)
+
+
+def compact(rule: Rule) -> Rule:
+    """For kernels that read `indices` as if they were contiguous: a chunk's are made so."""
+
+    def compacted(call: Call) -> Ruling | None:
+        ruling = rule(call)
+        kernel = call.target
+
+        def target(indices: Any, **arguments: Any) -> Any:
+            return kernel(indices=indices.contiguous(), **arguments)
+
+        return None if ruling is None else replace(ruling, target=target)
+
+    return compacted
 
 
 _INPUT_SIZE = ("input_size",)
@@ -47,11 +68,11 @@ ROWS: dict[Any, Rule] = {
     aten.adaptive_max_pool2d.default: trailing(2),
     aten.adaptive_max_pool2d_backward.default: trailing(2),
     aten.adaptive_max_pool3d.default: trailing(3),
-    aten.adaptive_max_pool3d_backward.default: trailing(3),
-    aten.fractional_max_pool2d.default: trailing(2),
+    aten.adaptive_max_pool3d_backward.default: compact(trailing(3)),
+    aten.fractional_max_pool2d.default: letters("self=nc_ random_samples=nc_ -> nc_ nc_", when=_batched(4)),
     aten.fractional_max_pool2d_backward.default: trailing(2),
-    aten.fractional_max_pool3d.default: trailing(3),
-    aten.fractional_max_pool3d_backward.default: trailing(3),
+    aten.fractional_max_pool3d.default: letters("self=nc_ random_samples=nc_ -> nc_ nc_", when=_batched(5)),
+    aten.fractional_max_pool3d_backward.default: compact(trailing(3)),
     aten.upsample_nearest1d.default: trailing(1),
     aten.upsample_nearest2d.default: trailing(2),
     aten.upsample_nearest3d.default: trailing(3),
@@ -81,8 +102,8 @@ ROWS: dict[Any, Rule] = {
     aten.grid_sampler_2d_backward.default: letters("grad_output=n_ input=n_ grid=n_ -> n_ n_"),
     aten.grid_sampler_3d_backward.default: letters("grad_output=n_ input=n_ grid=n_ -> n_ n_"),
     aten.affine_grid_generator.default: letters("theta=n_ -> n_"),
-    aten.im2col.default: letters("self=n_ -> n_", when=lambda call: call["self"].ndim == 4),
-    aten.col2im.default: letters("self=n_ -> n_", when=lambda call: call["self"].ndim == 3),
+    aten.im2col.default: letters("self=n_ -> n_", when=_batched(4)),
+    aten.col2im.default: letters("self=n_ -> n_", when=_batched(3)),
     aten.pixel_shuffle.default: trailing(3),
     aten.pixel_unshuffle.default: trailing(3),
     aten.channel_shuffle.default: letters("self=n_ -> n_"),

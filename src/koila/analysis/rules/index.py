@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from koila.analysis.rules._axes import Axes, Label, Labels, dims_of, follow, left, right
-from koila.analysis.rules._rows import along, letters
+from koila.analysis.rules._rows import along, inexact, letters
 from koila.analysis.ruling import Call, Operand, Rule, Ruling
 from koila.analysis.types import Merged
 
@@ -96,7 +96,7 @@ def _share_self(call: Call, ruling: Ruling | None, target: Any) -> Ruling | None
     """A merge takes what is added to in shares, by number of samples, so that it counts once."""
     if ruling is None or not isinstance(ruling.result, Merged):
         return ruling
-    if not (call.result.dtype.is_floating_point or call.result.dtype.is_complex):
+    if not inexact(call.result.dtype):
         return None
     total = call.num_samples
 

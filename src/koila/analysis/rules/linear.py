@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from koila.analysis.monoids import Sum, narrow_dtype
+from koila.analysis.rules._axes import packed
 from koila.analysis.ruling import Call, Operand, Ruling
 from koila.analysis.types import Merged, Whole
 
@@ -42,7 +43,7 @@ def keeps_sum(call: Call, linear: Linear) -> Ruling | None:
         return None
     needs = {name: _needed(call[name]) for name in sums}
     results = tuple(Merged(Sum(None if r is None else narrow_dtype(r.dtype))) for r in call.results)
-    return Ruling(needs, results if len(results) != 1 else results[0])
+    return Ruling(needs, packed(call, results))
 
 
 def _is_sum(value: Any) -> bool:

@@ -26,5 +26,6 @@ ROWS: dict[Any, Rule] = {
     aten.addmv.default: shared_out(letters("self=i mat=ik vec=k -> i+"), "beta"),
     aten.addr.default: letters("self=ij vec1=i vec2=j -> ij"),
     aten._cdist_forward.default: letters("x1=*iD x2=*jD -> *ij"),
+    aten._cdist_backward.default: letters("grad=*ij x1=*iD x2=*jD cdist=*ij -> *iD+"),
     aten._euclidean_dist.default: letters("x1=*iD x2=*jD -> *ij"),
 }

@@ -11,10 +11,15 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from koila.analysis.rules._rows import elementwise, pointwise
-from koila.analysis.ruling import Rule
+from koila.analysis.rules._rows import either, elementwise, letters, pointwise
+from koila.analysis.ruling import Call, Rule, Ruling
 
 aten = torch.ops.aten
+
+
+def _searched(call: Call) -> Ruling | None:
+    """One sequence for all: a chunk of the values is searched in the whole of it."""
+    return elementwise(only=("self",))(call) if call["sorted_sequence"].ndim == 1 else None
 
 
 ROWS: dict[Any, Rule] = {
@@ -37,6 +42,8 @@ ROWS: dict[Any, Rule] = {
     aten.masked_fill.Tensor: pointwise,
     aten.fill.Scalar: pointwise,
     aten.fill.Tensor: pointwise,
+    aten.zero.default: pointwise,
+    aten.rrelu_with_noise_backward.default: pointwise,
     aten.polar.default: pointwise,
     aten.complex.default: pointwise,
     aten.real.default: pointwise,
@@ -46,6 +53,7 @@ ROWS: dict[Any, Rule] = {
     aten.isreal.default: pointwise,
     aten.isin.Tensor_Tensor: elementwise(only=("elements",)),
     aten.bucketize.Tensor: elementwise(only=("self",)),
+    aten.searchsorted.Tensor: either(_searched, letters("sorted_sequence=*X self=*X sorter=*X -> *X")),
     aten.zeros_like.default: pointwise,
     aten.ones_like.default: pointwise,
     aten.full_like.default: pointwise,

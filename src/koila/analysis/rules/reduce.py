@@ -27,8 +27,9 @@ from koila.analysis.monoids import (
     narrow_dtype,
 )
 from koila.analysis.rules._axes import Axes, dims_of, follow, left
+from koila.analysis.rules._rows import plain_number, weighted
 from koila.analysis.ruling import Call, Operand, Rule, Ruling
-from koila.analysis.types import Merged, Sliced
+from koila.analysis.types import WHOLE, Merged, Sliced
 
 aten = torch.ops.aten
 
@@ -77,11 +78,16 @@ def _norm(call: Call) -> Monoid | None:
     """The order of a norm decides how norms merge; None is the square."""
     order = call.arguments.get("ord", call.arguments.get("p"))
     order = 2 if order is None else order
-    if isinstance(order, Operand) or (call.arguments.get("dtype") is None and call["self"].dtype in HALVES):
+    if not plain_number(order) or (call.arguments.get("dtype") is None and call["self"].dtype in HALVES):
         return None
     if abs(order) == inf:
         return Extreme(order > 0)
     return _sum(call) if order == 0 else PowerNorm(order, narrow_dtype(call.result.dtype))
+
+
+def averaged(call: Call, kind: Sliced, dims: set[int]) -> Ruling:
+    """mean: the chunks' means, each weighted by its share of the samples."""
+    return weighted(Ruling({"self": kind}, WHOLE), call, Merged(_sum(call)))
 
 
 def _extremes(call: Call, kind: Sliced, dims: set[int]) -> Ruling:
@@ -109,9 +115,11 @@ def chunk_moments(self: Any, dim: Any, correction: Any, keepdim: bool) -> Any:
 def moments(*, root: bool, with_mean: bool) -> Merge:
     """var, std and their pairs with the mean."""
 
-    def merge(call: Call, kind: Sliced, dims: set[int]) -> Ruling:
+    def merge(call: Call, kind: Sliced, dims: set[int]) -> Ruling | None:
         operand = call["self"]
         correction = 1 if call["correction"] is None else call["correction"]
+        if not plain_number(correction):
+            return None
         first = call.results[0]
         assert first is not None
         monoid = Moments(
@@ -151,7 +159,8 @@ ROWS: dict[Any, Rule] = {
     aten.nansum.default: _SUM,
     aten.count_nonzero.default: _SUM,
     aten.count_nonzero.dim_IntList: _SUM,
-    aten.mean.dim: _INSIDE,
+    aten.mean.default: reduction(averaged),
+    aten.mean.dim: reduction(averaged),
     aten.prod.default: _PRODUCT,
     aten.prod.dim_int: _PRODUCT,
     aten.amax.default: _LARGEST,

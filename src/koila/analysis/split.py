@@ -1,0 +1,258 @@
+"""Typing the joint graph: which values are cut, how, and what each operator needs of its operands.
+
+*Takes* a `Joint` and the batch. *Gives* `Facts`: a graph of `Item`s in which every conversion is explicit. Whole items
+run once; chunk items run once per chunk; `finish` and `gather` turn a chunk's value into a whole one and are the
+only places where all chunks must be done first: the borders of phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Any
+
+import torch
+from torch import fx
+
+from koila.analysis.rules import rule_for
+from koila.analysis.ruling import Call, Operand, Ruling
+from koila.analysis.trace import Input, Joint
+from koila.analysis.types import WHOLE, Merged, Sliced, SplitType, Whole
+from koila.analysis.uniform import operand_types
+from koila.ir.tree import leaves
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """One value of the split program."""
+
+    kind: str
+    """`input` and `whole` run once; `slice`, `chunk` and `part` run per chunk; `finish` and `gather` end a phase."""
+    node: fx.Node
+    """The node of the joint graph whose value (or part of it) this is."""
+    type: SplitType | tuple[SplitType, ...]
+    operands: tuple[Item, ...] = ()
+    """What it is made from, in the order of the tensors among the node's arguments."""
+    ruling: Ruling | None = None
+    """For a chunk: how the operator's arguments change."""
+    index: int | None = None
+    """For `part` and the like: which result of an operator with several."""
+    phase: int = 0
+    """For chunk items: the earliest phase that can compute it; for whole ones: the first phase that can use it."""
+
+    @property
+    def per_chunk(self) -> bool:
+        return self.kind in ("slice", "chunk", "part")
+
+    def __repr__(self) -> str:
+        return f"{self.kind} {self.node.name} {self.type}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the analysis knows about a program and a batch."""
+
+    joint: Joint
+    num_samples: int
+    """The batch size B."""
+    results: tuple[Item | None, ...]
+    """The whole items of the joint graph's results, in order; None where there is no gradient."""
+    types: dict[str, SplitType | tuple[SplitType, ...]]
+    """The type of each node of the joint graph, by name."""
+    gathers: tuple[tuple[str, str], ...]
+    """(value, operator that asked) for each Sliced value that had to be gathered."""
+    granule: int
+    """Chunk sizes are multiples of this."""
+    num_phases: int
+    items: tuple[Item, ...] = field(repr=False, default=())
+    """Every item that a result needs."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether anything runs per chunk."""
+        return any(item.kind == "chunk" for item in self.items)
+
+
+class _Typing:
+    """One pass over the joint graph."""
+
+    def __init__(self, joint: Joint, batches: dict[int, int], num_samples: int, wanted: set[int] | None) -> None:
+        self.joint, self.num_samples, self.wanted = joint, num_samples, wanted
+        self.batches = batches
+        self.items: dict[fx.Node, Item] = {}
+        self.converted: dict[Any, Item] = {}
+        self.gathers: list[tuple[str, str]] = []
+
+    def run(self) -> Facts:
+        placeholders = iter(self.joint.inputs)
+        results: tuple[Item | None, ...] = ()
+        for node in self.joint.module.graph.nodes:
+            if node.op == "placeholder":
+                self.items[node] = self._placeholder(node, next(placeholders))
+            elif node.op == "output":
+                results = tuple(self._result(number, value) for number, value in enumerate(node.args[0]))
+            else:
+                self.items[node] = self._call(node)
+        items = tuple(_reachable([item for item in results if item is not None]))
+        granules = [kind.granule for item in items for kind in _sliced_types(item)]
+        types = {node.name: item.type for node, item in self.items.items()}
+        phases = max((item.phase + 1 for item in items if item.per_chunk), default=0)
+        gathers = tuple(dict.fromkeys(self.gathers))
+        return Facts(self.joint, self.num_samples, results, types, gathers, lcm(1, *granules), phases, items)
+
+    def _placeholder(self, node: fx.Node, found: Input) -> Item:
+        item = Item("input", node, WHOLE)
+        dim = self.batches.get(found.index) if found.kind == "leaf" else None
+        if dim is not None and node.meta["val"].shape[dim] == self.num_samples:
+            return self._slice(item, Sliced(dim))
+        return item
+
+    def _result(self, number: int, node: Any) -> Item | None:
+        if not isinstance(node, fx.Node) or (self.wanted is not None and number not in self.wanted):
+            return None
+        return self._whole(self.items[node], "result")
+
+    def _call(self, node: fx.Node) -> Item:
+        operands = [self.items[leaf] for leaf in _node_leaves(node)]
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+            return self._part(node, operands[0], node.args[1])
+        if all(isinstance(item.type, Whole) or item.kind in ("input", "whole") for item in operands):
+            return self._whole_call(node, operands)
+        ruling = self._ruling(node)
+        if ruling is None:
+            return self._whole_call(node, [self._whole(item, node.name) for item in operands])
+        return self._chunk_call(node, ruling)
+
+    def _whole_call(self, node: fx.Node, operands: list[Item]) -> Item:
+        phase = max((item.phase for item in operands), default=0)
+        return Item("whole", node, WHOLE, tuple(operands), phase=phase)
+
+    def _part(self, node: fx.Node, source: Item, index: int) -> Item:
+        if not source.per_chunk:
+            return self._whole_call(node, [source])
+        kind = source.type[index] if isinstance(source.type, tuple) else source.type
+        return Item("part", node, kind, (source,), index=index, phase=source.phase)
+
+    def _ruling(self, node: fx.Node) -> Ruling | None:
+        rule = rule_for(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+        call = None if rule is None else self._describe(node)
+        return None if call is None or rule is None else rule(call)
+
+    def _describe(self, node: fx.Node) -> Call | None:
+        results = node.meta.get("val")
+        outputs = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+        if any(isinstance(item, (tuple, list)) for item in outputs):
+            return None
+        arguments = arguments_by_name(node)
+        described = {name: self._operand_tree(value) for name, value in arguments.items()}
+        return Call(
+            node.target,  # type: ignore[arg-type]
+            described,
+            tuple(Operand(tuple(o.shape), o.dtype, WHOLE) if isinstance(o, torch.Tensor) else None for o in outputs),
+            self.num_samples,
+        )
+
+    def _operand_tree(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            item, fake = self.items[value], value.meta["val"]
+            return Operand(tuple(fake.shape), fake.dtype, item.type)  # type: ignore[arg-type]
+        if isinstance(value, (list, tuple)):
+            return tuple(self._operand_tree(item) for item in value)
+        return value
+
+    def _chunk_call(self, node: fx.Node, ruling: Ruling) -> Item:
+        operands = []
+        for name, value in arguments_by_name(node).items():
+            required = ruling.operands.get(name, WHOLE)
+            found = list(leaves(value))
+            kinds = required if isinstance(required, tuple) else (required,) * len(found)
+            pairs = ((leaf, kind) for leaf, kind in zip(found, kinds, strict=True) if isinstance(leaf, fx.Node))
+            operands += [self._convert(self.items[leaf], kind or WHOLE, node.name) for leaf, kind in pairs]
+        if not any(item.per_chunk for item in operands):
+            return self._whole_call(node, operands)
+        return Item("chunk", node, ruling.result, tuple(operands), ruling, phase=max(item.phase for item in operands))
+
+    # Conversions.
+
+    def _convert(self, item: Item, required: SplitType, user: str) -> Item:
+        if item.per_chunk and item.type == required:
+            return item
+        whole = self._whole(item, user)
+        if isinstance(required, Whole):
+            return whole
+        assert isinstance(required, Sliced), f"{user} asks for {required} of a {item.type}"
+        return self._slice(whole, required)
+
+    def _whole(self, item: Item, user: str) -> Item:
+        if not item.per_chunk:
+            return item
+        if item.kind == "slice" and item.operands[0].kind == "input":
+            return item.operands[0]
+        key = (item, "whole")
+        if key not in self.converted:
+            kind = "finish" if isinstance(item.type, Merged) else "gather"
+            if kind == "gather":
+                self.gathers.append((item.node.name, user))
+            self.converted[key] = Item(kind, item.node, WHOLE, (item,), phase=item.phase + 1)
+        return self.converted[key]
+
+    def _slice(self, whole: Item, kind: Sliced) -> Item:
+        """A chunk of a whole value: remade from chunks of its operands where that is exact, else cut out."""
+        key = (whole, kind)
+        if key not in self.converted:
+            self.converted[key] = self._remake(whole, kind) or Item("slice", whole.node, kind, (whole,), phase=whole.phase)
+        return self.converted[key]
+
+    def _remake(self, whole: Item, kind: Sliced) -> Item | None:
+        if whole.kind != "whole":
+            return None
+        plan = operand_types(whole.node, kind, self.num_samples)
+        if plan is None:
+            return None
+        ruling, kinds = plan
+        operands = tuple(
+            item if needed is None else self._slice(item, needed)
+            for item, needed in zip(whole.operands, kinds, strict=True)
+        )
+        phase = max((item.phase for item in operands), default=0)
+        return Item("chunk", whole.node, kind, operands, ruling, phase=phase)
+
+
+def arguments_by_name(node: fx.Node) -> dict[str, Any]:
+    """All arguments of an operator's schema by name, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    found = {argument.name: argument.default_value if argument.has_default_value() else None for argument in schema}
+    found.update(zip((argument.name for argument in schema), node.args, strict=False))
+    found.update(node.kwargs)
+    return found
+
+
+def _node_leaves(node: fx.Node) -> list[fx.Node]:
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments: Any = tuple(arguments_by_name(node).values())
+    else:
+        arguments = (node.args, node.kwargs)
+    return [leaf for leaf in leaves(arguments) if isinstance(leaf, fx.Node)]
+
+
+def _sliced_types(item: Item) -> list[Sliced]:
+    kinds = item.type if isinstance(item.type, tuple) else (item.type,)
+    return [kind for kind in kinds if isinstance(kind, Sliced)]
+
+
+def _reachable(results: list[Item]) -> Iterator[Item]:
+    seen: set[Item] = set()
+    pending = list(results)
+    while pending:
+        item = pending.pop()
+        if item not in seen:
+            seen.add(item)
+            pending += item.operands
+            yield item
+
+
+def analyse(joint: Joint, batches: dict[int, int], num_samples: int, wanted: set[int] | None = None) -> Facts:
+    """Type a joint graph for a cut of the batch; `wanted` selects results, None means all."""
+    return _Typing(joint, batches, num_samples, wanted).run()

@@ -1,0 +1,315 @@
+"""The joint trace: a recorded program becomes one functional graph of aten operators, forward and backward.
+
+*Takes* a `Graph` and a `Demand` (which values, which gradients). *Gives* a `Joint`: an FX graph over fake tensors that
+holds no real tensor, so that every later program of the same structure can use it.
+
+The recorded calls are replayed on fake tensors under `make_fx`, then the result is functionalised. Batch
+normalisation and losses are decomposed on the way (`koila.analysis.decompositions`): this graph is for cutting; an
+unsplit run replays the recorded calls instead. Python floats that vary between steps are traced as marks, numbers
+that occur nowhere else, and found again in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from koila import events
+from koila.analysis.decompositions import decompositions
+from koila.errors import AnalysisError
+from koila.ir.graph import Graph
+from koila.ir.node import Node, Value
+from koila.ir.prepass import PrePass, contiguous, prepass_of
+from koila.ir.replay import replay
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is differentiated in a program, in terms of its structure."""
+
+    roots: tuple[int, ...] = ()
+    """Indices into the graph's outputs: values to differentiate."""
+    seeded: tuple[bool, ...] = ()
+    """Whether each root brings its own gradient; without one it is a scalar, and the seed is one."""
+    wrt: tuple[int, ...] = ()
+    """Indices of the leaves whose gradients are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What a placeholder of the joint graph stands for."""
+
+    kind: str
+    """`leaf`, `draw` or `seed`."""
+    index: int
+    """Index of the leaf, of the node, or of the root."""
+    draw: int = 0
+    """Which of the node's draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A Python float of the recorded program that stands in the joint graph."""
+
+    node: int
+    """The recorded node."""
+    position: int
+    """Which of its floats."""
+    form: str
+    """How it occurs: `v`, `-v` or `1-v`."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Forward and backward of a program as one functional graph."""
+
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    """One for each placeholder, in order."""
+    num_outputs: int
+    """The first results of the graph are the outputs of the program."""
+    wrt: tuple[int, ...]
+    """Then one gradient (or None) for each of these leaves."""
+    written: tuple[int, ...]
+    """Then the new values of these leaves, which the program writes to."""
+    pinned: tuple[tuple[int, int, float], ...]
+    """(node, position, value) of floats that could not be found again: the graph holds for these values only."""
+
+
+def _leaf_index(graph: Graph) -> dict[int, int]:
+    return {id(leaf): number for number, leaf in enumerate(graph.leaves)}
+
+
+def written_indices(graph: Graph) -> tuple[int, ...]:
+    """Leaves whose data the program writes to."""
+    index, found = _leaf_index(graph), set[int]()
+    for node in graph.nodes:
+        if node.inference.ordered:
+            continue
+        for operand in (node.operands[i] for i in node.inference.writes):
+            real = operand.real if isinstance(operand, Value) else operand
+            if real is not None:
+                found.add(index[id(real)])
+            elif isinstance(operand, Value) and operand.storage.real:
+                raise AnalysisError("a write through a view of an input", where=str(node.site))
+    return tuple(sorted(found))
+
+
+class _Marks:
+    """One number that occurs nowhere else for each float of the program that may vary."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.of: dict[tuple[int, int], float] = {}
+        for number, node in enumerate(graph.nodes):
+            for position in range(len(node.slots)):
+                self.of[number, position] = 0.4142135623 + 1e-7 * (len(self.of) + 1)
+        self.forms = {
+            form: Slot(*place, name)
+            for place, mark in self.of.items()
+            for name, form in (("v", mark), ("-v", -mark), ("1-v", 1.0 - mark))
+        }
+
+    def lookup(self, number: int, node: Node, lookup: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        if not node.slots:
+            return lookup
+        marks = iter([self.of[number, position] for position in range(len(node.slots))])
+        return lambda leaf: next(marks) if type(leaf) is float else lookup(leaf)
+
+
+def _fake(mode: FakeTensorMode, prepass: PrePass) -> torch.Tensor:
+    with mode:
+        base = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
+        return base
+
+
+def _inputs_of(graph: Graph, demand: Demand) -> list[tuple[Input, PrePass]]:
+    found = [(Input("leaf", number), prepass_of(leaf)) for number, leaf in enumerate(graph.leaves)]
+    for number, node in enumerate(graph.nodes):
+        for which, source in enumerate(node.draws):
+            found.append((Input("draw", number, which), contiguous(source.shape, source.dtype)))
+    for number, (root, seeded) in enumerate(zip(demand.roots, demand.seeded, strict=True)):
+        if seeded:
+            found.append((Input("seed", number), graph.outputs[root].prepass.with_grad(False)))
+    return found
+
+
+class _Program:
+    """The function that is traced: replay forward, then differentiate."""
+
+    def __init__(self, graph: Graph, demand: Demand, inputs: Sequence[Input], written: tuple[int, ...]) -> None:
+        self.graph, self.demand, self.inputs, self.written = graph, demand, inputs, written
+        self.marks = _Marks(graph)
+        self.index = _leaf_index(graph)
+
+    def __call__(self, *tensors: torch.Tensor) -> list[Any]:
+        by_input = dict(zip(self.inputs, tensors, strict=True))
+        leaves = [by_input[Input("leaf", n)] for n in range(len(self.graph.leaves))]
+        for number, real in enumerate(self.graph.leaves):
+            if real.requires_grad and number not in self.written:
+                leaves[number] = leaves[number].detach().requires_grad_()
+        environment = self._forward(leaves, by_input)
+        wanted = [self._value(value, environment, leaves) for value in self.graph.outputs]
+        grads = self._backward(wanted, leaves, by_input)
+        written = [leaves[number].detach() for number in self.written]
+        return [*(value.detach() for value in wanted), *grads, *written]
+
+    def _forward(self, leaves: list[torch.Tensor], by_input: dict[Input, torch.Tensor]) -> dict[Value, Any]:
+        environment: dict[Value, Any] = {}
+        position = self.graph.positions
+
+        def lookup(leaf: Any) -> Any:
+            if type(leaf) is Value:
+                return self._value(leaf, environment, leaves)
+            return leaves[self.index[id(leaf)]] if isinstance(leaf, torch.Tensor) else leaf
+
+        def numbers(node: Node) -> list[torch.Tensor]:
+            return [by_input[Input("draw", position[node], which)] for which in range(len(node.draws))]
+
+        lookup_for = lambda node: self.marks.lookup(position[node], node, lookup)  # noqa: E731
+        replay(self.graph.nodes, environment, lookup_for, numbers)
+        return environment
+
+    def _value(self, value: Value, environment: dict[Value, Any], leaves: list[torch.Tensor]) -> Any:
+        return environment[value] if value.real is None else leaves[self.index[id(value.real)]]
+
+    def _backward(
+        self, wanted: list[torch.Tensor], leaves: list[torch.Tensor], by_input: dict[Input, torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        if not self.demand.wrt:
+            return []
+        roots = [wanted[number] for number in self.demand.roots]
+        seeds = [
+            by_input[Input("seed", number)] if seeded else torch.ones_like(root)
+            for number, (root, seeded) in enumerate(zip(roots, self.demand.seeded, strict=True))
+        ]
+        wrt = [leaves[number] for number in self.demand.wrt]
+        return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True))
+
+
+def trace(graph: Graph, demand: Demand) -> Joint:
+    """Trace a program once for all programs of its structure."""
+    written = written_indices(graph)
+    pairs = _inputs_of(graph, demand)
+    inputs = tuple(found for found, _ in pairs)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [_fake(mode, prepass) for _, prepass in pairs]
+    program = _Program(graph, demand, inputs, written)
+    with torch.enable_grad(), mode:
+        module = make_fx(program, decomposition_table=decompositions(), _allow_non_fake_inputs=True)(*fakes)
+    if any(_is_mutable(node) for node in module.graph.nodes):
+        module = _functionalise(module, fakes, mode)
+    _simplify(module)
+    _check_functional(module)
+    events.count("traces")
+    pinned = _place_slots(module, program.marks, graph)
+    return Joint(module, inputs, len(graph.outputs), demand.wrt, written, pinned)
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _functionalise(module: fx.GraphModule, fakes: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    with torch.no_grad(), mode:
+        again = make_fx(
+            torch.func.functionalize(module, remove="mutations"),
+            decomposition_table=decompositions(),
+            _allow_non_fake_inputs=True,
+        )(*fakes)
+    for node in reversed(again.graph.nodes):
+        # The write-back to an input: the run returns the new value and commits it later (Rule 4).
+        if node.target is aten.copy_.default and node.args[0].op == "placeholder":
+            node.replace_all_uses_with(node.args[1])
+            again.graph.erase_node(node)
+    return again
+
+
+_PASS_THROUGH = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
+
+
+_FILLS: dict[Any, Callable[[fx.Node], Any]] = {
+    aten.ones_like.default: lambda node: 1,
+    aten.zeros_like.default: lambda node: 0,
+    aten.empty_like.default: lambda node: 0,
+    aten.full_like.default: lambda node: node.args[1],
+    aten.new_ones.default: lambda node: 1,
+    aten.new_zeros.default: lambda node: 0,
+    aten.new_empty.default: lambda node: 0,
+    aten.new_full.default: lambda node: node.args[2],
+    aten.zeros.default: lambda node: 0,
+    aten.ones.default: lambda node: 1,
+}
+"""Factories, and what they fill with: they read nothing of their operand but its layout."""
+
+
+def _simplify(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.target in _PASS_THROUGH:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target in _FILLS:
+            _replace_by_full(module.graph, node)
+    module.graph.eliminate_dead_code()
+
+
+def _replace_by_full(graph: fx.Graph, node: fx.Node) -> None:
+    """A factory that does not look as if it depended on data."""
+    fake = node.meta["val"]
+    with graph.inserting_before(node):
+        options = {"dtype": fake.dtype, "device": fake.device}
+        full = graph.call_function(aten.full.default, (list(fake.shape), _FILLS[node.target](node)), options)
+    full.meta["val"] = fake
+    node.replace_all_uses_with(full)
+
+
+_LIARS = {aten.native_batch_norm.default, aten._native_batch_norm_legit.default}
+
+
+def _check_functional(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if _is_mutable(node) or node.target in _LIARS and node.args[5]:
+            raise AnalysisError(f"the traced graph writes in place: {node.target}")
+        if node.op == "get_attr" and not isinstance(node.target, str):
+            raise AnalysisError(f"the traced graph holds {node.target}")
+
+
+def _place_slots(module: fx.GraphModule, marks: _Marks, graph: Graph) -> tuple[tuple[int, int, float], ...]:
+    """Turn marks in arguments into slots; the floats that occur nowhere are pinned to their values."""
+    found: set[tuple[int, int]] = set()
+
+    def swap(argument: Any) -> Any:
+        slot = marks.forms.get(argument) if type(argument) is float else None
+        if slot is None:
+            return argument
+        found.add((slot.node, slot.position))
+        return SlotArgument(slot)
+
+    if marks.of:
+        for node in module.graph.nodes:
+            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), swap)  # type: ignore[misc,assignment]
+    missing = (place for place in marks.of if place not in found)
+    return tuple((number, position, graph.nodes[number].slots[position]) for number, position in missing)
+
+
+class SlotArgument(float):
+    """A slot among the arguments of a node: a float for everything that only looks."""
+
+    slot: Slot
+
+    def __new__(cls, slot: Slot) -> SlotArgument:
+        made = super().__new__(cls, 0.5)
+        made.slot = slot
+        return made
+
+
+def slot_values(graph: Graph, slots: Iterator[Slot]) -> list[float]:
+    """The floats of this step."""
+    forms = {"v": lambda v: v, "-v": lambda v: -v, "1-v": lambda v: 1.0 - v}
+    return [forms[slot.form](graph.nodes[slot.node].slots[slot.position]) for slot in slots]

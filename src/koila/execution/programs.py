@@ -1,0 +1,140 @@
+"""Programs: traced, planned and compiled once, used by every graph of the same structure.
+
+*Takes* a graph, what to differentiate, what to compute and a chunk size. *Gives* results through cached plans.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from koila import events
+from koila.analysis.split import analyse
+from koila.analysis.trace import Demand, Joint, trace
+from koila.execution.chunked import CompiledPlan, run_chunked
+from koila.ir.cache import Cache
+from koila.ir.graph import Graph
+from koila.planning.plan import make_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which results of a joint graph a run computes."""
+
+    outputs: tuple[int, ...] = ()
+    """Indices of the program's outputs."""
+    gradients: bool = False
+    effects: bool = False
+
+    def wanted(self, joint: Joint) -> set[int]:
+        """Indices of the joint graph's results."""
+        found = set(self.outputs)
+        first = joint.num_outputs
+        if self.gradients:
+            found |= set(range(first, first + len(joint.wrt)))
+        if self.effects:
+            first += len(joint.wrt)
+            found |= set(range(first, first + len(joint.written)))
+        return found
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a run computed; nothing is committed."""
+
+    outputs: dict[int, torch.Tensor]
+    gradients: list[torch.Tensor | None]
+    written: dict[int, torch.Tensor]
+
+
+class NotSplittable(Exception):
+    """The program runs whole; the message says why."""
+
+
+_joints: Cache[Joint | str] = Cache("trace_cache", 256)
+_plans: Cache[CompiledPlan | str] = Cache("plan_cache", 512)
+
+
+class Program:
+    """One traced program and the graph of this step."""
+
+    def __init__(self, graph: Graph, demand: Demand) -> None:
+        self.graph, self.demand = graph, demand
+        self.key: tuple[Any, ...] = (graph.key, demand)
+        found = _joints.get_or_add(self.key, lambda: _trace(graph, demand))
+        if isinstance(found, Joint) and not _holds(found, graph):
+            # A float that could not be made a slot has changed: it is part of the key.
+            self.key = (*self.key, tuple(graph.nodes[node].slots[which] for node, which, _ in found.pinned))
+            found = _joints.get_or_add(self.key, lambda: _trace(graph, demand))
+        if isinstance(found, str):
+            raise NotSplittable(found)
+        self.joint = found
+
+    @property
+    def num_samples(self) -> int:
+        return batch_size(self.graph)
+
+    def compiled(self, selection: Selection, chunk_size: int) -> CompiledPlan:
+        """The plan for a selection of results."""
+        key = (*self.key, selection, chunk_size)
+        found = _plans.get_or_add(key, lambda: self._plan(selection, chunk_size))
+        if isinstance(found, str):
+            raise NotSplittable(found)
+        return found
+
+    def _plan(self, selection: Selection, chunk_size: int) -> CompiledPlan | str:
+        started = time.perf_counter()
+        facts = analyse(self.joint, self.graph.batches, self.num_samples, selection.wanted(self.joint))
+        if not facts.is_split:
+            return "nothing in it can be cut along the batch"
+        compiled = CompiledPlan(make_plan(facts, chunk_size))
+        compiled.prepare()
+        events.count("plans")
+        events.sample("plan_seconds", time.perf_counter() - started)
+        return compiled
+
+    def run(self, selection: Selection, chunk_size: int, seeds: tuple[torch.Tensor | None, ...] = ()) -> Results:
+        """Compute a selection of results in chunks."""
+        compiled = self.compiled(selection, chunk_size)
+        inputs = self._inputs(seeds)
+        plan = compiled.plan
+        events.emit(events.RunStart("", len(plan.facts.items), self.num_samples, plan.chunk_size, len(plan.phases)))
+        started = time.perf_counter()
+        values = run_chunked(compiled, self.graph, inputs)
+        events.emit(events.RunEnd(time.perf_counter() - started, len(plan.chunks)))
+        joint, first = self.joint, self.joint.num_outputs
+        last = first + len(joint.wrt)
+        outputs = {index: values[index] for index in selection.outputs}
+        written = dict(zip(joint.written, values[last:], strict=True)) if selection.effects else {}
+        return Results(outputs, values[first:last] if selection.gradients else [], written)
+
+    def _inputs(self, seeds: tuple[torch.Tensor | None, ...]) -> list[Any]:
+        found: list[Any] = []
+        for each in self.joint.inputs:
+            if each.kind == "leaf":
+                found.append(self.graph.leaves[each.index].detach())
+            else:
+                found.append(self.graph.nodes[each.index].draws[each.draw] if each.kind == "draw" else seeds[each.index])
+        return found
+
+
+def batch_size(graph: Graph) -> int:
+    """The batch size B: the largest batch among the leaves; inputs of another size are the same for every chunk."""
+    return max((graph.leaves[leaf].shape[dim] for leaf, dim in graph.batches.items()), default=0)
+
+
+def _holds(joint: Joint, graph: Graph) -> bool:
+    return all(graph.nodes[node].slots[which] == value for node, which, value in joint.pinned)
+
+
+def _trace(graph: Graph, demand: Demand) -> Joint | str:
+    started = time.perf_counter()
+    try:
+        return trace(graph, demand)
+    except Exception as error:  # What cannot be traced is an opaque eager segment (Rule 3), and counted (Rule 6).
+        return f"it cannot be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    finally:
+        events.sample("trace_seconds", time.perf_counter() - started)

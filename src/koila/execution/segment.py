@@ -1,0 +1,86 @@
+"""Segments: what came out of a split run, joined to PyTorch's autograd by one node.
+
+*Takes* the results of a split run. *Gives* ordinary tensors with an ordinary `grad_fn` (Rule 7). The node's backward
+hands over gradients that the run has computed already, or runs the program again in chunks. Hooks, GradScaler and
+DistributedDataParallel see one backward in one engine call; the gradients' only references are handed over, so that
+PyTorch steals them instead of copying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Gradients = list[torch.Tensor | None]
+
+
+class SegmentState:
+    """How the gradients of one segment are obtained."""
+
+    def __init__(self, rerun: Callable[[Sequence[torch.Tensor | None]], Gradients]) -> None:
+        self._rerun = rerun
+        self.held: Gradients | None = None
+        """Gradients for `seeds`, computed with the values."""
+        self.seeds: tuple[torch.Tensor | None, ...] = ()
+        """For each output the seed of `held`: None if it was not differentiated; a scalar one is given as tensor."""
+        self.was_differentiated = False
+
+    def gradients(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        """The gradients for what the engine brings."""
+        self.was_differentiated = True
+        scale = None if self.held is None else _common_scale(self.seeds, incoming)
+        if self.held is None or scale is None:
+            return self._rerun(incoming)
+        gradients, self.held = self.held, None
+        if scale != 1.0:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(scale)
+        return gradients
+
+
+def _common_scale(seeds: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor | None]) -> float | None:
+    """The factor between the seeds of the held gradients and what arrived; None if there is no such factor."""
+    factors = set()
+    for seed, gradient in zip(seeds, incoming, strict=True):
+        if (seed is None) != (gradient is None):
+            return None
+        if seed is None or gradient is None:
+            continue
+        if seed.numel() == 1:
+            factors.add(float(gradient) / float(seed))
+        elif torch.equal(seed, gradient):
+            factors.add(1.0)
+        else:
+            return None
+    return factors.pop() if len(factors) == 1 else None
+
+
+class Segment(torch.autograd.Function):
+    """Inputs: the leaves that require grad. Outputs: values of the run."""
+
+    @staticmethod
+    def forward(ctx: Any, state: SegmentState, values: list[torch.Tensor], *leaves: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.state = state
+        # Saved so that autograd itself refuses a second backward, and one after a leaf was changed.
+        ctx.save_for_backward(*leaves)
+        ctx.mark_non_differentiable(*(v for v in values if not (v.is_floating_point() or v.is_complex())))
+        ctx.set_materialize_grads(False)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+        _ = ctx.saved_tensors
+        state: SegmentState = ctx.state
+        found = state.gradients(gradients)
+        handed = (None, None, *found)
+        found.clear()
+        return handed
+
+
+def attach(state: SegmentState, values: list[torch.Tensor], leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The values as results of one autograd node on the leaves."""
+    with torch.enable_grad():
+        return Segment.apply(state, values, *leaves)

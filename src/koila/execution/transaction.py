@@ -1,0 +1,75 @@
+"""Rule 4: an error before the commit leaves gradients and buffers as they were.
+
+*Takes* tensors that a run may change. *Gives* scopes that restore them on error, and the commit of effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from koila.ir.graph import Graph
+from koila.ir.node import Node, Value
+
+
+@contextmanager
+def restored_on_error(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """If the body raises, the tensors are as they were."""
+    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    except BaseException:
+        for tensor, copy in saved:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+                tensor.detach().copy_(copy)
+        raise
+
+
+@contextmanager
+def gradients_restored_on_error(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] | None) -> Iterator[None]:
+    """If backward raises, gradients are as they were."""
+    targets = _leaves_behind(roots) if inputs is None else list(inputs)
+    saved = [(t, t.grad, None if t.grad is None else t.grad.detach().clone()) for t in targets if t.is_leaf]
+    try:
+        yield
+    except BaseException:
+        for tensor, gradient, copy in saved:
+            if gradient is not None and copy is not None:
+                with torch.no_grad():
+                    gradient.copy_(copy)
+            tensor.grad = gradient
+        raise
+
+
+def _leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors whose .grad a backward from the roots may change."""
+    found: dict[int, torch.Tensor] = {}
+    pending: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            found[id(variable)] = variable
+        pending += [following for following, _ in node.next_functions if following is not None]
+    return list(found.values())
+
+
+def write_effects(graph: Graph, written: dict[int, torch.Tensor], effects: set[Node]) -> None:
+    """Write the new values of leaves; writes that eager hides from the version stay hidden."""
+    visible = set[int]()
+    for node in effects:
+        for index in set(node.inference.writes) - set(node.inference.hidden_writes):
+            operand = node.operands[index]
+            visible.add(id(operand.real if isinstance(operand, Value) else operand))
+    for index, value in written.items():
+        leaf = graph.leaves[index]
+        keep = nullcontext() if id(leaf) in visible else torch.autograd._unsafe_preserve_version_counter(leaf)
+        with torch.no_grad(), keep:
+            leaf.detach().copy_(value)

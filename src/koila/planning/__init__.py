@@ -1,0 +1,1 @@
+"""Stage 4, planning: facts and a budget in, a plan out."""
