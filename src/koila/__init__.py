@@ -1,9 +1,59 @@
-"""koila runs any PyTorch program inside a budget, with the numbers of the whole batch."""
+"""koila runs any PyTorch program inside a budget, with the numbers of the whole batch.
 
-from koila._api import eager, graph, lazy, run, settle
+>>> import torch, koila
+>>> x = koila.lazy(torch.ones(4, 2))
+>>> (x.sum() / 8).item()
+1.0
+"""
+
+from koila._api import eager, explain, graph, keep, lazy, run, settle
 from koila._budget import budget
 from koila.capture.eager import EagerTensor
 from koila.capture.lazy import LazyTensor
 from koila.capture.lookup import lookup_function, lookup_method
 from koila.capture.recorder import lazy_forward
+from koila.errors import (
+    AnalysisError,
+    BudgetError,
+    CaptureError,
+    DelegateError,
+    ExecutionError,
+    KoilaError,
+    StaleInputError,
+)
+from koila.execution.evaluation import Evaluation
+from koila.interfaces import BatchInfo, Runnable, RunnableTensor, TensorMixin
+from koila.ir.node import LazyFunction
+from koila.ir.prepass import PrePass
 from koila.reporting import metrics
+
+__all__ = [
+    "AnalysisError",
+    "BatchInfo",
+    "BudgetError",
+    "CaptureError",
+    "DelegateError",
+    "EagerTensor",
+    "Evaluation",
+    "ExecutionError",
+    "KoilaError",
+    "LazyFunction",
+    "LazyTensor",
+    "PrePass",
+    "Runnable",
+    "RunnableTensor",
+    "StaleInputError",
+    "TensorMixin",
+    "budget",
+    "eager",
+    "explain",
+    "graph",
+    "keep",
+    "lazy",
+    "lazy_forward",
+    "lookup_function",
+    "lookup_method",
+    "metrics",
+    "run",
+    "settle",
+]

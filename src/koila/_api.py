@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from koila._budget import refuse_bytes
+from koila._budget import current_budget, refuse_bytes
 from koila.capture.eager import EagerTensor
 from koila.capture.inputs import make_lazy
 from koila.capture.lazy import LazyTensor
@@ -20,6 +20,7 @@ from koila.ir.graph import Graph, collect
 from koila.ir.node import Value
 from koila.ir.tree import leaves, map_leaves
 from koila.ir.verify import verify
+from koila.reporting.explain import Explanation, explain_values
 
 
 def lazy(*values: Any, batch: Any = 0, budget: object = None) -> Any:
@@ -72,12 +73,50 @@ def run(value: Any, detach: bool = False) -> Any:
     """
     pending = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
     Bridge.realizer.materialize(pending, "run")
-    return map_leaves(value, lambda leaf: leaf.run(detach) if isinstance(leaf, (LazyTensor, EagerTensor)) else leaf)
+    return map_leaves(value, lambda leaf: _real(leaf, detach))
+
+
+def _real(leaf: Any, detach: bool) -> Any:
+    if not isinstance(leaf, (LazyTensor, EagerTensor)):
+        return leaf
+    return leaf.run().detach() if detach else leaf.run()
 
 
 def settle() -> None:
     """Run every pending write to real tensors (running statistics), before code that koila cannot see reads them."""
     Bridge.realizer.materialize([], "settle")
+
+
+def keep(value: Any) -> Any:
+    """Make every lazy tensor in a structure a result of the run that computes it, however large it is.
+
+    Without it, a split run keeps what the user still holds as long as it fits; what does not fit can be computed
+    later only while its inputs are unchanged.
+
+    >>> out = keep(lazy(torch.ones(2)) * 2)
+    """
+    for leaf in leaves(value):
+        if isinstance(leaf, LazyTensor):
+            leaf._value.keep = True
+    return value
+
+
+def explain(value: Any, *, backward: bool = False, chunk_size: int | None = None) -> Explanation:
+    """Say how the program behind a value would be cut, and why; nothing is run.
+
+    Args:
+        value: A lazy tensor, or a structure of them.
+        backward: Explain the joint program of forward and backward; `value` must then be a scalar.
+        chunk_size: Samples per chunk; the scope's, or one.
+
+    Returns:
+        An `Explanation`; print it.
+
+    >>> print(explain(lazy(torch.ones(4, 2)).sum(1)).num_phases)
+    1
+    """
+    wanted = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
+    return explain_values(wanted, backward, chunk_size or current_budget().chunk_size or 1)
 
 
 def graph(value: Any) -> Graph:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,15 @@ def budget(allowed: object = None, *, chunk_size: int | None = None) -> Iterator
         yield scope
     finally:
         _scopes.stack.pop()
+
+
+def result_bytes() -> int:
+    """How much a split run may keep of values that nobody asked for but the user still holds: a quarter of what is
+    free."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    except (ValueError, OSError, AttributeError):
+        return 1 << 30
 
 
 def refuse_bytes(allowed: object) -> None:

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+State = tuple[int, torch.Tensor, torch.Tensor]
+"""A count and two tensors."""
+
 HALVES = (torch.float16, torch.bfloat16)
 """The dtypes that are too narrow to accumulate in."""
 
@@ -187,14 +191,12 @@ class Moments(Monoid):
     dtype: torch.dtype | None = None
     """The dtype of the finished values where it is narrower than the accumulator's."""
 
-    def start(self, piece: tuple[torch.Tensor, torch.Tensor], num_samples: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    def start(self, piece: Pair, num_samples: int) -> State:
         count = self._count(num_samples)
         variance, mean = piece
         return count, owned(mean), owned(variance) * count
 
-    def add(
-        self, state: tuple[int, torch.Tensor, torch.Tensor], piece: tuple[torch.Tensor, torch.Tensor], num_samples: int
-    ) -> tuple[int, torch.Tensor, torch.Tensor]:
+    def add(self, state: State, piece: Pair, num_samples: int) -> State:
         count, mean, squares = state
         more = self._count(num_samples)
         total = count + more
@@ -203,7 +205,7 @@ class Moments(Monoid):
         squares.add_(piece[0], alpha=more).add_(spread, alpha=count * more / total)
         return total, mean.add_(delta, alpha=more / total), squares
 
-    def finish(self, state: tuple[int, torch.Tensor, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def finish(self, state: State) -> torch.Tensor | Pair:
         count, mean, squares = state
         variance = squares / max(0, count - self.correction)
         first = narrowed(variance.sqrt() if self.root else variance, self.dtype)
@@ -225,12 +227,10 @@ class FirstExtreme(Monoid):
     with_values: bool = True
     """Finish to a pair (values, positions); the positions alone otherwise."""
 
-    def start(self, piece: tuple[torch.Tensor, torch.Tensor], num_samples: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    def start(self, piece: Pair, num_samples: int) -> State:
         return self._positions(num_samples), *piece
 
-    def add(
-        self, state: tuple[int, torch.Tensor, torch.Tensor], piece: tuple[torch.Tensor, torch.Tensor], num_samples: int
-    ) -> tuple[int, torch.Tensor, torch.Tensor]:
+    def add(self, state: State, piece: Pair, num_samples: int) -> State:
         offset, values, positions = state
         better = piece[0] > values if self.largest else piece[0] < values
         better = better | (piece[0].isnan() & ~values.isnan())
@@ -238,7 +238,7 @@ class FirstExtreme(Monoid):
         positions = torch.where(better, piece[1] + offset, positions)
         return offset + self._positions(num_samples), values, positions
 
-    def finish(self, state: tuple[int, torch.Tensor, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def finish(self, state: State) -> torch.Tensor | Pair:
         _, values, positions = state
         return (values, positions) if self.with_values else positions
 

@@ -116,7 +116,7 @@ class _Typing:
     def _call(self, node: fx.Node) -> Item:
         operands = [self.items[leaf] for leaf in _node_leaves(node)]
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
-            return self._part(node, operands[0], node.args[1])
+            return self._part(node, operands[0], int(node.args[1]))  # type: ignore[arg-type]
         if all(isinstance(item.type, Whole) or item.kind in ("input", "whole") for item in operands):
             return self._whole_call(node, operands)
         ruling = self._ruling(node)
@@ -201,7 +201,8 @@ class _Typing:
         """A chunk of a whole value: remade from chunks of its operands where that is exact, else cut out."""
         key = (whole, kind)
         if key not in self.converted:
-            self.converted[key] = self._remake(whole, kind) or Item("slice", whole.node, kind, (whole,), phase=whole.phase)
+            cut = Item("slice", whole.node, kind, (whole,), phase=whole.phase)
+            self.converted[key] = self._remake(whole, kind) or cut
         return self.converted[key]
 
     def _remake(self, whole: Item, kind: Sliced) -> Item | None:

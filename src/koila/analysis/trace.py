@@ -11,14 +11,14 @@ that occur nowhere else, and found again in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from koila import events
 from koila.analysis.decompositions import decompositions
@@ -126,8 +126,7 @@ class _Marks:
 
 def _fake(mode: FakeTensorMode, prepass: PrePass) -> torch.Tensor:
     with mode:
-        base = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
-        return base
+        return torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
 
 
 def _inputs_of(graph: Graph, demand: Demand) -> list[tuple[Input, PrePass]]:
@@ -174,7 +173,8 @@ class _Program:
             return [by_input[Input("draw", position[node], which)] for which in range(len(node.draws))]
 
         lookup_for = lambda node: self.marks.lookup(position[node], node, lookup)  # noqa: E731
-        replay(self.graph.nodes, environment, lookup_for, numbers)
+        tagger = _Tagger()
+        replay(self.graph.nodes, environment, lookup_for, numbers, lambda node: tagger.tag(position[node]))
         return environment
 
     def _value(self, value: Value, environment: dict[Value, Any], leaves: list[torch.Tensor]) -> Any:
@@ -192,6 +192,38 @@ class _Program:
         ]
         wrt = [leaves[number] for number in self.demand.wrt]
         return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True))
+
+
+class _Tagger:
+    """Notes on each traced node which recorded call it comes from; backward's nodes have no note."""
+
+    def __init__(self) -> None:
+        mode = get_proxy_mode()
+        assert mode is not None
+        self._graph = mode.tracer.graph
+        self._last = self._graph._root.prev
+
+    def tag(self, number: int | None) -> None:
+        """Whatever was traced since the last call belongs to recorded call `number`."""
+        node = self._last.next
+        while node is not self._graph._root:
+            if number is not None:
+                node.meta["recorded"] = number
+            node = node.next
+        self._last = self._graph._root.prev
+
+
+class _Retrace(fx.Interpreter):
+    """Runs a traced graph so that notes are carried over to the graph that is traced now."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.tagger = _Tagger()
+        return super().run(*args, **kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        self.tagger.tag(n.meta.get("recorded"))
+        return result
 
 
 def trace(graph: Graph, demand: Demand) -> Joint:
@@ -220,7 +252,7 @@ def _is_mutable(node: fx.Node) -> bool:
 def _functionalise(module: fx.GraphModule, fakes: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     with torch.no_grad(), mode:
         again = make_fx(
-            torch.func.functionalize(module, remove="mutations"),
+            torch.func.functionalize(_Retrace(module).run, remove="mutations"),
             decomposition_table=decompositions(),
             _allow_non_fake_inputs=True,
         )(*fakes)
@@ -274,7 +306,7 @@ _LIARS = {aten.native_batch_norm.default, aten._native_batch_norm_legit.default}
 
 def _check_functional(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
-        if _is_mutable(node) or node.target in _LIARS and node.args[5]:
+        if _is_mutable(node) or (node.target in _LIARS and node.args[5]):
             raise AnalysisError(f"the traced graph writes in place: {node.target}")
         if node.op == "get_attr" and not isinstance(node.target, str):
             raise AnalysisError(f"the traced graph holds {node.target}")
@@ -293,7 +325,7 @@ def _place_slots(module: fx.GraphModule, marks: _Marks, graph: Graph) -> tuple[t
 
     if marks.of:
         for node in module.graph.nodes:
-            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), swap)  # type: ignore[misc,assignment]
+            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), swap)
     missing = (place for place in marks.of if place not in found)
     return tuple((number, position, graph.nodes[number].slots[position]) for number, position in missing)
 
@@ -309,7 +341,7 @@ class SlotArgument(float):
         return made
 
 
-def slot_values(graph: Graph, slots: Iterator[Slot]) -> list[float]:
+def slot_values(graph: Graph, slots: Sequence[Slot]) -> list[float]:
     """The floats of this step."""
     forms = {"v": lambda v: v, "-v": lambda v: -v, "1-v": lambda v: 1.0 - v}
     return [forms[slot.form](graph.nodes[slot.node].slots[slot.position]) for slot in slots]

@@ -50,6 +50,10 @@ def _aligned(node: fx.Node, operand: fx.Node, kind: Sliced) -> Sliced | None:
     return kind.at(dim) if dim >= 0 and shape[dim] != 1 else None
 
 
+def _int(argument: Any) -> int:
+    return int(argument)
+
+
 def _operands(node: fx.Node) -> list[fx.Node]:
     return [leaf for leaf in leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
 
@@ -86,9 +90,9 @@ def _moved(node: fx.Node, operands: list[fx.Node], kind: Sliced, num_samples: in
     if target is aten.t.default and rank == 2:
         return Ruling({}, kind), [kind.at(1 - kind.dim)]
     if target is aten.transpose.int:
-        first, second = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[call-overload]
+        first, second = (_int(node.args[place]) % rank for place in (1, 2))
         return Ruling({}, kind), [kind.at({first: second, second: first}.get(kind.dim, kind.dim))]
     if target is aten.unsqueeze.default:
-        added = int(node.args[1]) % (rank + 1)  # type: ignore[call-overload]
+        added = _int(node.args[1]) % (rank + 1)
         return None if added == kind.dim else (Ruling({}, kind), [kind.at(kind.dim - (kind.dim > added))])
     return None

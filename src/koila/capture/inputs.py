@@ -65,7 +65,7 @@ def _bad_prefix(batch: Any, key: Any) -> CaptureError:
 
 
 def _check_prefix(batch: Any) -> None:
-    if isinstance(batch, bool) or isinstance(batch, (float, str)):
+    if isinstance(batch, (bool, float, str)):
         raise CaptureError(
             f"batch must be an int, None, or a structure of them, got {batch!r}",
             where=str(user_site()),

@@ -57,7 +57,7 @@ class LazyTensor(torch.Tensor):
         return lookup_function(func)(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         events.count(f"eager::{func}", site=user_site())
         swap = lambda leaf: realize(leaf._value, f"unrecorded {func}") if type(leaf) is LazyTensor else leaf  # noqa: E731
         real_args, real_kwargs = map_leaves(args, swap), map_leaves(kwargs or {}, swap)
@@ -87,7 +87,7 @@ class LazyTensor(torch.Tensor):
         return len(self._value.prepass.shape)
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return self._value.requires_grad
 
     @requires_grad.setter
@@ -100,7 +100,7 @@ class LazyTensor(torch.Tensor):
         return real.is_leaf if real is not None else not self._value.requires_grad
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         return None if self._value.real is None else self._value.real.grad
 
     @grad.setter
@@ -117,7 +117,7 @@ class LazyTensor(torch.Tensor):
     def __hash__(self) -> int:
         return id(self)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         prepass = self._value.prepass
         state = "pending" if self._value.real is None else "ready"
         grad = ", requires_grad=True" if self._value.requires_grad else ""

@@ -204,7 +204,7 @@ def _table() -> dict[Any, Handler]:
         _T.register_hook: _on_graph(_T.register_hook),
         _T.retain_grad: _on_graph(_T.retain_grad),
         _T.requires_grad_: _requires_grad_,
-        _T.grad_fn.__get__: _grad_fn,  # type: ignore[attr-defined]
+        _T.grad_fn.__get__: _grad_fn,  # type: ignore[union-attr]
         _T._version.__get__: _version,  # type: ignore[attr-defined]
         _T.__iter__: _iterate,
         _T.__format__: _format,

@@ -105,7 +105,7 @@ def _scan_leaf(leaf: Any, scan: Scan, slotted: bool) -> Any:
         scan.statics.append(_TENSOR)
         return leaf._value
     if isinstance(leaf, torch.Tensor):
-        real = leaf.run() if kind is Bridge.eager_type else leaf
+        real: torch.Tensor = leaf.run() if kind is Bridge.eager_type else leaf  # type: ignore[attr-defined]
         scan.operands.append(real)
         scan.originals.append(real)
         scan.statics.append(_TENSOR)

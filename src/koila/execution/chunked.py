@@ -6,7 +6,7 @@ values of written leaves, nothing committed yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from koila import events
 from koila.analysis.split import Item
 from koila.analysis.trace import SlotArgument, slot_values
 from koila.analysis.types import Merged, Sliced, store_chunk
-from koila.execution.loops import Loop, compile_loop, executed_names
+from koila.execution.loops import Loop, compile_loop
 from koila.ir.draws import Source
 from koila.ir.graph import Graph
 from koila.ir.tree import map_leaves
@@ -28,16 +28,16 @@ class CompiledPlan:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.placeholders = [node for node in plan.facts.joint.module.graph.nodes if node.op == "placeholder"]
+        self.frees = _frees(plan)
         self._loops: dict[tuple[int, int], Loop] = {}
-        self.last_use = _last_phase(plan)
 
     def loop(self, number: int, chunk: int) -> Loop:
         """The body of a phase for a chunk size."""
         found = self._loops.get((number, chunk))
         if found is None:
             kept = {item for phase in self.plan.phases[:number] for item in phase.kept}
-            phase = self.plan.phases[number]
-            found = compile_loop(phase, kept, self.plan.facts.num_samples, chunk)
+            found = compile_loop(self.plan.phases[number], kept, self.plan.facts.num_samples, chunk)
             self._loops[number, chunk] = found
         return found
 
@@ -48,17 +48,30 @@ class CompiledPlan:
                 self.loop(number, chunk)
 
 
-def _last_phase(plan: Plan) -> dict[Item, int]:
-    """The last phase in which a whole item (or a kept buffer) is read; results live to the end."""
+def _key(item: Item) -> Item:
+    """Under which item a run holds a value: a finished or gathered one stands under what was merged."""
+    if item.kind not in ("finish", "gather"):
+        return item
+    source = item.operands[0]
+    return source.operands[0] if _is_joint(source) else source
+
+
+def _is_joint(item: Item) -> bool:
+    """A part of results that are merged as one."""
+    return item.kind == "part" and not isinstance(item.operands[0].type, tuple)
+
+
+def _frees(plan: Plan) -> list[list[Item]]:
+    """For each phase, the values that nobody reads after it."""
     last: dict[Item, int] = {}
     for number, phase in enumerate(plan.phases):
+        last.update(dict.fromkeys((*phase.before, *phase.kept, *phase.targets), number))
         for item in (*phase.before, *phase.body):
-            last.update(dict.fromkeys((item, *item.operands), number))
-    end = len(plan.phases)
-    for item in plan.after:
-        last.update(dict.fromkeys((item, *item.operands), end))
-    last.update(dict.fromkeys((item for item in plan.facts.results if item is not None), end))
-    return last
+            last.update((_key(operand), number) for operand in item.operands)
+            last[item] = number
+    for item in (*plan.after, *(result for result in plan.facts.results if result is not None)):
+        last.update((_key(read), len(plan.phases)) for read in (item, *item.operands))
+    return [[item for item, phase in last.items() if phase == number] for number in range(len(plan.phases))]
 
 
 class _Run:
@@ -66,9 +79,9 @@ class _Run:
 
     def __init__(self, compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) -> None:
         self.compiled, self.plan, self.graph = compiled, compiled.plan, graph
-        nodes = [n for n in self.plan.facts.joint.module.graph.nodes if n.op == "placeholder"]
-        self.inputs = dict(zip(nodes, inputs, strict=True))
+        self.inputs = dict(zip(compiled.placeholders, inputs, strict=True))
         self.values: dict[Item, Any] = {}
+        """Whole values, kept buffers, finished merges."""
         self.accumulators: dict[Item, Any] = {}
 
     def run(self) -> list[Any]:
@@ -76,117 +89,94 @@ class _Run:
             events.emit(events.PhaseStart(number, len(self.plan.chunks)))
             self._run_whole(phase.before)
             self._run_phase(number, phase)
-            self._free(number)
+            for item in self.compiled.frees[number]:
+                self.values.pop(item, None)
         self._run_whole(self.plan.after)
-        return [None if item is None else self._take(item) for item in self.plan.facts.results]
+        return [None if item is None else self._value(item) for item in self.plan.facts.results]
 
     def _run_whole(self, items: Sequence[Item]) -> None:
         for item in items:
-            operands = iter([self._value(operand) for operand in item.operands])
-            swap = lambda leaf: next(operands) if isinstance(leaf, fx.Node) else self._static(leaf)  # noqa: B023, E731
-            if item.node.op == "get_attr":
-                self.values[item] = getattr(self.plan.facts.joint.module, str(item.node.target))
-                continue
-            args, kwargs = map_leaves(item.node.args, swap), map_leaves(item.node.kwargs, swap)
-            self.values[item] = item.node.target(*args, **kwargs)  # type: ignore[operator]
-        for name in executed_names(items):
-            events.count(f"executed::{name}")
+            self.values[item] = self._whole_call(item)
+            events.count(f"executed::{item.node.target}")
         events.count("nodes_executed", len(items))
 
-    def _static(self, leaf: Any) -> Any:
-        return slot_values(self.graph, iter([leaf.slot]))[0] if isinstance(leaf, SlotArgument) else leaf
+    def _whole_call(self, item: Item) -> Any:
+        node = item.node
+        if node.op == "get_attr":
+            return getattr(self.plan.facts.joint.module, str(node.target))
+        operands = iter([self._value(operand) for operand in item.operands])
 
-    def _value(self, item: Item, opened: bool = True) -> Any:
+        def swap(leaf: Any) -> Any:
+            if isinstance(leaf, SlotArgument):
+                return slot_values(self.graph, (leaf.slot,))[0]
+            return next(operands) if isinstance(leaf, fx.Node) else leaf
+
+        return node.target(*map_leaves(node.args, swap), **map_leaves(node.kwargs, swap))  # type: ignore[operator]
+
+    def _value(self, item: Item) -> Any:
+        """A whole value."""
         if item.kind == "input":
             value = self.inputs[item.node]
-            return value.whole() if opened and isinstance(value, Source) else value
-        if item.kind in ("finish", "gather"):
-            return self._finished(item)
-        return self.values[item]
+            return value.whole() if isinstance(value, Source) else value
+        found = self.values[_key(item)]
+        return found[item.operands[0].index] if item.operands and _is_joint(item.operands[0]) else found
 
-    def _finished(self, barrier: Item) -> Any:
-        source = barrier.operands[0]
-        if source in self.values:
-            return self.values[source]
-        joint = self.values[source.operands[0]]
-        return joint[source.index]
+    def _read_by_loop(self, item: Item) -> Any:
+        """A whole value for a loop: random sources stay packed, they are opened chunk by chunk."""
+        return self.inputs[item.node] if item.kind == "input" else self._value(item)
 
     def _run_phase(self, number: int, phase: Phase) -> None:
-        buffers: dict[Item, torch.Tensor] = {}
         for index, (start, stop) in enumerate(self.plan.chunks):
             loop = self.compiled.loop(number, stop - start)
-            wholes = [self.values[item] if item.per_chunk else self._value(item, opened=False) for item in loop.wholes]
-            slots = slot_values(self.graph, iter(loop.slots))
-            sink = _Sink(self, loop, buffers, start, stop)
-            loop.function(wholes, start, stop, slots, sink)
+            wholes = [self._read_by_loop(item) for item in loop.wholes]
+            slots = slot_values(self.graph, loop.slots)
+            loop.function(wholes, start, stop, slots, _Sink(self, loop, start, stop))
+            del wholes
             events.emit(events.ChunkEnd(number, index, stop - start))
-            events.count("chunks")
-            for name, times in loop.executed.items():
-                events.count(f"executed::{name}", times)
-            events.count("nodes_executed", sum(loop.executed.values()))
-        self.values.update(buffers)
+            _count(loop)
         for item in phase.targets:
             if item in self.accumulators:
                 self.values[item] = _monoid(item).finish(self.accumulators.pop(item))
 
-    def _free(self, number: int) -> None:
-        """Drop whole values and buffers that no later phase reads."""
-        alive = self.compiled.last_use
-        for item in [item for item in self.values if alive.get(item, -1) <= number and not self._is_awaited(item, number)]:
-            del self.values[item]
 
-    def _is_awaited(self, item: Item, number: int) -> bool:
-        """Whether a finished or gathered form of it is read later."""
-        return any(last > number for last in self._barrier_uses().get(item, ()))
-
-    def _barrier_uses(self) -> dict[Item, list[int]]:
-        found: dict[Item, list[int]] = {}
-        for item, last in self.compiled.last_use.items():
-            if item.kind in ("finish", "gather"):
-                source = item.operands[0]
-                found.setdefault(source, []).append(last)
-                if source.kind == "part":
-                    found.setdefault(source.operands[0], []).append(last)
-        return found
-
-    def _take(self, item: Item) -> Any:
-        return self._value(item)
+def _count(loop: Loop) -> None:
+    events.count("chunks")
+    for name, times in loop.executed.items():
+        events.count(f"executed::{name}", times)
+    events.count("nodes_executed", sum(loop.executed.values()))
 
 
 class _Sink:
     """Receives the values of one chunk that are merged, gathered or kept."""
 
-    def __init__(self, run: _Run, loop: Loop, buffers: dict[Item, torch.Tensor], start: int, stop: int) -> None:
-        self.run, self.loop, self.buffers, self.start, self.stop = run, loop, buffers, start, stop
+    def __init__(self, run: _Run, loop: Loop, start: int, stop: int) -> None:
+        self.run, self.loop, self.start, self.stop = run, loop, start, stop
 
     def __call__(self, index: int, value: Any) -> None:
         item = self.loop.sinks[index]
         if isinstance(item.type, Sliced):
             self._store(item, item.type, value)
             return
-        monoid, count = _monoid(item), self.stop - self.start
-        accumulators = self.run.accumulators
-        if item in accumulators:
-            accumulators[item] = monoid.add(accumulators[item], value, count)
-        else:
-            accumulators[item] = monoid.start(value, count)
+        monoid, count, accumulators = _monoid(item), self.stop - self.start, self.run.accumulators
+        state = accumulators.pop(item, None)
+        accumulators[item] = monoid.start(value, count) if state is None else monoid.add(state, value, count)
 
     def _store(self, item: Item, kind: Sliced, value: torch.Tensor) -> None:
-        total = self.run.plan.facts.num_samples
-        if item not in self.buffers:
-            fake = item.node.meta["val"]
-            self.buffers[item] = torch.empty_strided(fake.shape, _dense_stride(fake), dtype=fake.dtype, device=value.device)
-        store_chunk(self.buffers[item], value, kind, self.start, self.stop, total)
+        values, fake = self.run.values, item.node.meta["val"]
+        if item not in values:
+            values[item] = torch.empty_strided(fake.shape, _dense(fake), dtype=fake.dtype, device=value.device)
+        store_chunk(values[item], value, kind, self.start, self.stop, self.run.plan.facts.num_samples)
 
 
-def _dense_stride(fake: torch.Tensor) -> tuple[int, ...]:
-    """The layout that eager's value has, unless it overlaps itself or leaves gaps."""
-    order = sorted(range(fake.ndim), key=lambda dim: (-fake.stride(dim), -fake.shape[dim]))
-    stride, step = [0] * fake.ndim, 1
-    for dim in reversed(order):
-        stride[dim] = step
-        step *= max(fake.shape[dim], 1)
-    return tuple(stride)
+def _dense(fake: torch.Tensor) -> tuple[int, ...]:
+    """Strides in the order that eager's value has, without overlaps or gaps."""
+    strides, shape = fake.stride(), tuple(fake.shape)
+    order = sorted(range(fake.ndim), key=lambda dim: (strides[dim], shape[dim]))
+    found, step = [0] * fake.ndim, 1
+    for dim in order:
+        found[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(found)
 
 
 def _monoid(item: Item) -> Any:
@@ -199,8 +189,3 @@ def run_chunked(compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) -> 
     """Run a plan; results in the order of the joint graph."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         return _Run(compiled, graph, inputs).run()
-
-
-def iterate_leaves(results: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Tensors among results."""
-    return (result for result in results if isinstance(result, torch.Tensor))

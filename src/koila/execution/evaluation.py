@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._budget import current_budget
+from koila._budget import current_budget, result_bytes
 from koila.analysis.trace import Demand
 from koila.analysis.types import Sliced
 from koila.capture.lookup import BackwardRequest
@@ -55,6 +55,19 @@ class Evaluation:
         """Wanted scalars that could be differentiated without a seed."""
         outputs = enumerate(self.graph.outputs)
         return tuple(i for i, v in outputs if v in self.wanted and v.requires_grad and _numel(v) == 1)
+
+    def fitting(self) -> tuple[int, ...]:
+        """What is wanted or kept on purpose, and of what else the user holds, the smallest that fit."""
+        room = result_bytes()
+        chosen = [i for i, value in enumerate(self.graph.outputs) if value in self.wanted or value.keep]
+        others = (i for i in range(len(self.graph.outputs)) if i not in chosen)
+        for index in sorted(others, key=lambda i: self.graph.outputs[i].prepass.num_bytes):
+            room -= self.graph.outputs[index].prepass.num_bytes
+            if room >= 0:
+                chosen.append(index)
+        if len(chosen) < len(self.graph.outputs):
+            events.count("results::too large to keep", len(self.graph.outputs) - len(chosen))
+        return tuple(sorted(chosen))
 
 
 def _numel(value: Value) -> int:
@@ -97,7 +110,7 @@ class Engine:
         program = Program(graph, Demand())
         facts = program.compiled(Selection((0,)), 1).plan.facts
         output = next(node for node in program.joint.module.graph.nodes if node.op == "output")
-        kind = facts.types[output.args[0][0].name]  # type: ignore[index,union-attr]
+        kind = facts.types[output.args[0][0].name]
         return BatchInfo(kind.dim, facts.num_samples) if isinstance(kind, Sliced) else None
 
     # Deciding.
@@ -129,15 +142,14 @@ class Engine:
 
     def _run_split(self, evaluation: Evaluation, request: BackwardRequest | None, chunk_size: int) -> None:
         graph = evaluation.graph
-        if any(node.inference.ordered and node.func is not torch.autograd.grad for node in graph.nodes):
-            if any(node.func in _HOOKS for node in graph.nodes):
-                raise NotSplittable("hooks on lazy values see whole gradients")
+        if any(node.func in _HOOKS for node in graph.nodes):
+            raise NotSplittable("hooks on lazy values see whole gradients")
         if request is not None and request.create_graph:
             raise NotSplittable("create_graph=True needs the graph of the whole run")
         demand, seeds = self._demand(evaluation, request)
         program = Program(graph, demand)
         with_gradients = bool(demand.roots) and (request is not None or self._expects_backward(program.key))
-        outputs = tuple(range(len(graph.outputs)))
+        outputs = evaluation.fitting()
         selection = Selection(outputs, with_gradients, effects=bool(evaluation.effects))
         graph.check_fresh()
         results = program.run(selection, chunk_size, seeds)
@@ -182,7 +194,7 @@ class Engine:
     ) -> None:
         graph = evaluation.graph
         leaves = [leaf for leaf in graph.leaves if leaf.requires_grad]
-        differentiable = [i for i, value in enumerate(graph.outputs) if value.requires_grad]
+        differentiable = [i for i in results.outputs if graph.outputs[i].requires_grad]
         bound = {graph.outputs[index]: real for index, real in results.outputs.items()}
         if differentiable and leaves:
             values = [_fresh(results.outputs[index], graph.leaves) for index in differentiable]
@@ -261,5 +273,9 @@ def _backward_on_real(request: BackwardRequest) -> None:
     inputs = None if request.inputs is None else [_real(tensor) for tensor in request.inputs]
     with gradients_restored_on_error(roots, inputs):
         torch.autograd.backward(
-            roots, request.gradients, retain_graph=request.retain_graph, create_graph=request.create_graph, inputs=inputs
+            roots,
+            request.gradients,
+            retain_graph=request.retain_graph,
+            create_graph=request.create_graph,
+            inputs=inputs,
         )

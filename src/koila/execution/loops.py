@@ -7,7 +7,7 @@ or kept value is handed on as soon as it exists.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -118,12 +118,13 @@ class _Writer:
         function = self._constant(target)
         if not isinstance(target, torch._ops.OpOverload):
             return f"{function}({', '.join(f'{n}={self._literal(v, names)}' for n, v in arguments.items())})"
-        parts = []
+        parts: list[str] = []
         for argument in target._schema.arguments:
             if argument.name not in arguments:
                 continue
             text = self._literal(arguments[argument.name], names)
-            keyword = argument.kwarg_only or any("=" in part and not part.startswith("[") for part in parts)
+            # An argument that the rewrite left out makes the following ones keywords.
+            keyword = argument.kwarg_only or len(parts) < names_of(target).index(argument.name)
             parts.append(f"{argument.name}={text}" if keyword else text)
         return f"{function}({', '.join(parts)})"
 
@@ -144,6 +145,11 @@ class _Writer:
         return name
 
 
+def names_of(target: torch._ops.OpOverload) -> list[str]:
+    """The names of an operator's arguments, in order."""
+    return [argument.name for argument in target._schema.arguments]
+
+
 @dataclass(frozen=True, slots=True)
 class _Operand:
     """Stands for the operand of that index among an item's arguments."""
@@ -160,7 +166,7 @@ def chunk_call(item: Item, chunk: int) -> tuple[Callable[..., Any], dict[str, An
     assert ruling is not None
     if ruling.sizes:
         shape = chunk_shape(item, chunk)
-        arguments.update(dict.fromkeys(ruling.sizes, list(shape)))
+        arguments.update({name: list(shape) for name in ruling.sizes})
     if ruling.rewrite is not None:
         arguments = ruling.rewrite(arguments, chunk)
     return ruling.target or item.node.target, arguments  # type: ignore[return-value]
@@ -181,9 +187,8 @@ def _check_shapes(phase: Phase, chunk: int) -> Callable[[int, Any], None]:
         if isinstance(value, torch.Tensor) and isinstance(item.type, Sliced):
             expected = chunk_shape(item, chunk)
             if tuple(value.shape) != expected:
-                raise AnalysisError(
-                    f"{item.node.target} gives {list(value.shape)} for a chunk of {chunk}, {item.type} predicts {list(expected)}"
-                )
+                found = f"{item.node.target} gives {list(value.shape)} for a chunk of {chunk} samples"
+                raise AnalysisError(f"{found}, {item.type} predicts {list(expected)}")
 
     return check
 
@@ -191,18 +196,9 @@ def _check_shapes(phase: Phase, chunk: int) -> Callable[[int, Any], None]:
 def compile_loop(phase: Phase, kept_before: set[Item], num_samples: int, chunk: int) -> Loop:
     """The loop body for one chunk size, propagated once over fake tensors before it is used."""
     checked = _Writer(phase, kept_before, num_samples, chunk, checked=True).write()
-    fakes = [_fake_whole(item) for item in checked.wholes]
+    fakes = [item.node.meta["val"] for item in checked.wholes]
     mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
     if mode is not None:
         with mode, torch.no_grad():
             checked.function(fakes, 0, chunk, [0.5] * len(checked.slots), lambda *_: None, _check_shapes(phase, chunk))
     return _Writer(phase, kept_before, num_samples, chunk, checked=False).write()
-
-
-def _fake_whole(item: Item) -> Any:
-    return item.node.meta["val"]
-
-
-def executed_names(items: Sequence[Item]) -> Iterator[str]:
-    """The operators of whole items."""
-    return (str(item.node.target) for item in items)

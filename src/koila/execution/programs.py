@@ -117,7 +117,9 @@ class Program:
             if each.kind == "leaf":
                 found.append(self.graph.leaves[each.index].detach())
             else:
-                found.append(self.graph.nodes[each.index].draws[each.draw] if each.kind == "draw" else seeds[each.index])
+                found.append(
+                    self.graph.nodes[each.index].draws[each.draw] if each.kind == "draw" else seeds[each.index]
+                )
         return found
 
 

@@ -62,7 +62,7 @@ class Segment(torch.autograd.Function):
     """Inputs: the leaves that require grad. Outputs: values of the run."""
 
     @staticmethod
-    def forward(ctx: Any, state: SegmentState, values: list[torch.Tensor], *leaves: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, state: SegmentState, values: list[torch.Tensor], *leaves: torch.Tensor) -> Any:
         ctx.state = state
         # Saved so that autograd itself refuses a second backward, and one after a leaf was changed.
         ctx.save_for_backward(*leaves)
@@ -71,7 +71,7 @@ class Segment(torch.autograd.Function):
         return tuple(values)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         _ = ctx.saved_tensors
         state: SegmentState = ctx.state
         found = state.gradients(gradients)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Value
@@ -23,7 +24,7 @@ def restored_on_error(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
     except BaseException:
         for tensor, copy in saved:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+            with torch.no_grad(), preserve_version(tensor):
                 tensor.detach().copy_(copy)
         raise
 
@@ -70,6 +71,6 @@ def write_effects(graph: Graph, written: dict[int, torch.Tensor], effects: set[N
             visible.add(id(operand.real if isinstance(operand, Value) else operand))
     for index, value in written.items():
         leaf = graph.leaves[index]
-        keep = nullcontext() if id(leaf) in visible else torch.autograd._unsafe_preserve_version_counter(leaf)
+        keep = nullcontext() if id(leaf) in visible else preserve_version(leaf)
         with torch.no_grad(), keep:
             leaf.detach().copy_(value)

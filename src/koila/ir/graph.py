@@ -60,7 +60,12 @@ class Graph:
             for node in self.nodes
         )
         metas = tuple((prepass_of(leaf), leaf.is_leaf) for leaf in self.leaves)
-        return calls, metas, tuple(self.batches.items()), tuple(_operand_code(v, index, positions) for v in self.outputs)
+        return (
+            calls,
+            metas,
+            tuple(self.batches.items()),
+            tuple(_operand_code(v, index, positions) for v in self.outputs),
+        )
 
     @cached_property
     def structural_hash(self) -> int:
@@ -79,7 +84,9 @@ class Graph:
                     raise _stale(node, operand)
 
     def __str__(self) -> str:
-        lines = [f"graph of {len(self.nodes)} nodes, {len(self.leaves)} leaves, hash {self.structural_hash & 0xFFFFFFFF:08x}"]
+        lines = [
+            f"graph of {len(self.nodes)} nodes, {len(self.leaves)} leaves, hash {self.structural_hash & 0xFFFFFFFF:08x}"
+        ]
         names = _Names(self)
         for number, leaf in enumerate(self.leaves):
             batch = f", batch in dim {self.batches[number]}" if number in self.batches else ""

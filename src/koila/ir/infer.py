@@ -104,9 +104,7 @@ def _operand_fake(operand: Value | torch.Tensor, mode: FakeTensorMode) -> torch.
     return _fake(prepass_of(operand), operand.is_leaf)
 
 
-def infer(
-    func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor]
-) -> Inference:
+def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor]) -> Inference:
     """Run the call on fake tensors; an inference with `forced` set says that it needs data."""
     mode, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch()
     try:

@@ -45,6 +45,7 @@ class Value:
         "batch",
         "index",
         "is_view",
+        "keep",
         "node",
         "position",
         "prepass",
@@ -69,6 +70,8 @@ class Value:
         self.tensor: weakref.ref[Any] | None = None
         """The LazyTensor that the user holds."""
         self.is_view = False
+        self.keep = False
+        """Whether the user asked for it to be a result of the run that computes it."""
 
     @property
     def requires_grad(self) -> bool:
@@ -98,8 +101,8 @@ class Node:
         "draws",
         "func",
         "inference",
-        "kwargs",
         "key",
+        "kwargs",
         "operands",
         "sequence",
         "site",
@@ -137,7 +140,7 @@ class Node:
         """Python floats that are not part of the program's key, in order of appearance."""
         self.storages: list[Storage] = []
         """Storages of real operands that pending calls share."""
-        self.depth = 1 + max((v.node.depth for v in self.values() if v.node is not None), default=0)
+        self.depth: int = 1 + max((v.node.depth for v in self.values() if v.node is not None), default=0)
         """The longest chain of pending calls behind it."""
         self.key: Any = None
         """(function, static arguments, context): the node's own part of the program's key."""

@@ -59,7 +59,8 @@ class Plan:
         lines = [f"{len(self.chunks)} chunks of {self.chunk_size} of {self.facts.num_samples} samples"]
         for number, phase in enumerate(self.phases):
             kept = ", ".join(item.node.name for item in phase.kept) or "nothing"
-            lines.append(f"  phase {number}: {len(phase.body)} values per chunk, {len(phase.targets)} merged, keeps {kept}")
+            body, merged = len(phase.body), len(phase.targets)
+            lines.append(f"  phase {number}: {body} values per chunk, {merged} merged or gathered, keeps {kept}")
         gathered = ", ".join(f"{name} (for {user})" for name, user in self.facts.gathers)
         lines.append(f"  gathered: {gathered or 'nothing'}")
         return "\n".join(lines)
@@ -77,7 +78,8 @@ def _cone(targets: Iterable[Item], stop: Callable[[Item], bool]) -> dict[Item, N
             done[item] = None
             continue
         pending.append((item, True))
-        pending += [(operand, False) for operand in reversed(item.operands) if operand.per_chunk and operand not in done]
+        operands = (operand for operand in reversed(item.operands) if operand.per_chunk and operand not in done)
+        pending += [(operand, False) for operand in operands]
     return done
 
 
@@ -130,7 +132,8 @@ class _Planner:
 
     def _awaited(self) -> set[Item]:
         """Barriers that per-chunk items wait for."""
-        pending = [operand for item in self.facts.items if item.per_chunk for operand in item.operands if not operand.per_chunk]
+        chunked = (item for item in self.facts.items if item.per_chunk)
+        pending = [operand for item in chunked for operand in item.operands if not operand.per_chunk]
         found: set[Item] = set()
         while pending:
             item = pending.pop()

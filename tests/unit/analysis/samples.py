@@ -17,6 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from koila.analysis.rules import RULES
 from tests.unit.analysis.harness import Recorded, as_results, bound
 
 MAX_ELEMENTS = 4000
@@ -61,7 +62,8 @@ class Recorder(TorchDispatchMode):
 
 def functional(func: OpOverload) -> OpOverload | None:
     """The operator itself, or its functional twin if it is an in-place one; None if there is none."""
-    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+    random = torch.Tag.nondeterministic_seeded in func.tags and func not in RULES
+    if func.namespace != "aten" or random:
         return None
     if not func._schema.is_mutable:
         return func

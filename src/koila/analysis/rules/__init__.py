@@ -7,7 +7,7 @@ whole (Rule 3). An operator is a line in the table of its family.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
@@ -39,7 +39,7 @@ RULES: dict[OpOverload | OpOverloadPacket, Rule] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def rule_for(target: OpOverload) -> Rule | None:
     """The rule of an operator, or None if it always runs whole.
 

@@ -22,9 +22,7 @@ def _without_dropout(call: Call) -> bool:
 _INPUTS = "query=bhLE key=bhSE value=bhSE attn_mask=bhLS"
 
 ROWS: dict[Any, Rule] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: letters(
-        f"{_INPUTS} -> bhLE bhL", when=_without_dropout
-    ),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: letters(f"{_INPUTS} -> bhLE bhL", when=_without_dropout),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: letters(
         f"grad_out=bhLE {_INPUTS} out=bhLE logsumexp=bhL -> bhLE bhSE bhSE", when=_without_dropout
     ),

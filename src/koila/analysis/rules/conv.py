@@ -14,6 +14,7 @@ import torch
 from koila.analysis.rules._axes import Axes, follow, right
 from koila.analysis.rules._rows import letters, trailing
 from koila.analysis.ruling import Call, Rule, Ruling
+from koila.analysis.types import Sliced
 
 aten = torch.ops.aten
 
@@ -24,6 +25,20 @@ def padded(call: Call) -> Ruling | None:
     rigid = {ndim - 1 - place for place in range(len(pad) // 2) if pad[2 * place] or pad[2 * place + 1]}
     labels = right(ndim, rigid)
     return follow(call, Axes({"self": labels}, (labels,), broadcast=False))
+
+
+def gridded(call: Call) -> Ruling | None:
+    """affine_grid_generator: the number of samples is the first of `size`, which is the size of the images."""
+    ruling = letters("theta=n_ -> n_")(call)
+    if ruling is None:
+        return None
+    kind = ruling.result
+    assert isinstance(kind, Sliced)
+
+    def rewrite(arguments: dict[str, Any], num_samples: int) -> dict[str, Any]:
+        return {**arguments, "size": [kind.extent(num_samples), *arguments["size"][1:]]}
+
+    return replace(ruling, rewrite=rewrite)
 
 
 def _batched(ndim: int) -> Callable[[Call], bool]:
@@ -70,7 +85,7 @@ ROWS: dict[Any, Rule] = {
     aten.adaptive_max_pool3d.default: trailing(3),
     aten.adaptive_max_pool3d_backward.default: compact(trailing(3)),
     aten.fractional_max_pool2d.default: letters("self=nc_ random_samples=nc_ -> nc_ nc_", when=_batched(4)),
-    aten.fractional_max_pool2d_backward.default: trailing(2),
+    aten.fractional_max_pool2d_backward.default: compact(trailing(2)),
     aten.fractional_max_pool3d.default: letters("self=nc_ random_samples=nc_ -> nc_ nc_", when=_batched(5)),
     aten.fractional_max_pool3d_backward.default: compact(trailing(3)),
     aten.upsample_nearest1d.default: trailing(1),
@@ -101,7 +116,7 @@ ROWS: dict[Any, Rule] = {
     aten.grid_sampler_3d.default: letters("input=nc_ grid=n_ -> nc_"),
     aten.grid_sampler_2d_backward.default: letters("grad_output=n_ input=n_ grid=n_ -> n_ n_"),
     aten.grid_sampler_3d_backward.default: letters("grad_output=n_ input=n_ grid=n_ -> n_ n_"),
-    aten.affine_grid_generator.default: letters("theta=n_ -> n_"),
+    aten.affine_grid_generator.default: gridded,
     aten.im2col.default: letters("self=n_ -> n_", when=_batched(4)),
     aten.col2im.default: letters("self=n_ -> n_", when=_batched(3)),
     aten.pixel_shuffle.default: trailing(3),

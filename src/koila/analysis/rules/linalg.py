@@ -78,9 +78,13 @@ ROWS: dict[Any, Rule] = {
     aten.linalg_ldl_factor_ex.default: letters("self=*XX -> *XX *X *"),
     aten.linalg_ldl_solve.default: letters("LD=*XX pivots=*X B=*XX -> *XX"),
     aten.linalg_lu.default: letters("A=*XX -> *XX *XX *XX", when=lambda call: call["pivot"]),
+    aten.lu_unpack.default: letters(
+        "LU_data=*XX LU_pivots=*X -> *XX *XX *XX", when=lambda call: call["unpack_data"] and call["unpack_pivots"]
+    ),
     aten.linalg_lu_factor_ex.default: letters("A=*XX -> *XX *X *"),
     aten.linalg_lu_solve.default: letters("LU=*XX pivots=*X B=*XX -> *XX"),
     aten.linalg_solve_triangular.default: letters("self=*XX B=*XX -> *XX"),
+    aten.triangular_solve.default: letters("self=*XX A=*XX -> *XX *XX"),
     aten.linalg_matrix_exp.default: trailing(2),
     aten._fft_r2c.default: along("dim"),
     aten._fft_c2r.default: along("dim"),

@@ -39,6 +39,7 @@ def _same_shapes(call: Call) -> bool:
 
 
 _ELEMENTWISE = reducing(pointwise, letters("self=* target=* weight=* -> +", when=_same_shapes))
+_ELEMENTWISE_WITH_LOGITS = reducing(pointwise, letters("self=* target=* weight=* pos_weight=* -> +", when=_same_shapes))
 _ELEMENTWISE_PAIR = reducing(pointwise, letters("self=* target=* -> +", when=_same_shapes))
 _BACKWARD = reducing(pointwise, pointwise)
 _PER_SAMPLE = reducing(letters("self=nC target=n -> n"), letters("self=nC target=n -> +"))
@@ -63,6 +64,7 @@ ROWS: dict[Any, Rule] = {
     aten.soft_margin_loss_backward.default: _BACKWARD,
     aten.binary_cross_entropy.default: _ELEMENTWISE,
     aten.binary_cross_entropy_backward.default: _BACKWARD,
+    aten.binary_cross_entropy_with_logits.default: _ELEMENTWISE_WITH_LOGITS,
     aten.multi_margin_loss.default: _in_batches(_PER_SAMPLE),
     aten.multi_margin_loss_backward.default: _in_batches(_PER_SAMPLE_BACKWARD),
 }

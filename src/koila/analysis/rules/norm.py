@@ -13,7 +13,8 @@ import torch
 
 from koila.analysis.rules._axes import Axes, Labels, follow, left
 from koila.analysis.rules._rows import letters
-from koila.analysis.ruling import Call, Operand, Rule, Ruling, sliced
+from koila.analysis.ruling import Call, Operand, Rule, Ruling
+from koila.analysis.types import Sliced
 
 aten = torch.ops.aten
 
@@ -50,9 +51,10 @@ def grouped(text: str) -> Rule:
 
     def rule(call: Call) -> Ruling | None:
         ruling = plain(call)
-        kind = sliced(call["input"]) or (None if ruling is None else ruling.operands["input"])
-        if ruling is None or kind is None:
+        if ruling is None:
             return None
+        kind = ruling.operands["input"]
+        assert isinstance(kind, Sliced)
 
         def rewrite(arguments: dict[str, Any], num_samples: int) -> dict[str, Any]:
             return {**arguments, "N": kind.extent(num_samples)}

@@ -144,7 +144,6 @@ def _uncorrected(arguments: dict[str, Any], num_samples: int) -> dict[str, Any]:
     return {**{name: arguments[name] for name in names}, "correction": 0}
 
 
-
 _SUM = reduction(by(_sum))
 _PRODUCT = reduction(by(lambda call: Product(narrow_dtype(call.result.dtype))))
 _LARGEST = reduction(by(lambda call: Extreme()))

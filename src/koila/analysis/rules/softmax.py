@@ -9,10 +9,19 @@ from typing import Any
 
 import torch
 
+from koila.analysis.rules._axes import Axes, dims_of, follow, left
 from koila.analysis.rules._rows import along
-from koila.analysis.ruling import Rule
+from koila.analysis.ruling import Call, Rule, Ruling
 
 aten = torch.ops.aten
+
+
+def renormed(call: Call) -> Ruling | None:
+    """The dimension that `dim` names is the batch; the others are rigid."""
+    ndim = call["self"].ndim
+    labels = left(ndim, set(range(ndim)) - dims_of(call["dim"], ndim))
+    return follow(call, Axes({"self": labels}, (labels,), broadcast=False))
+
 
 ROWS: dict[Any, Rule] = {
     aten._softmax.default: along("dim"),
@@ -25,13 +34,10 @@ ROWS: dict[Any, Rule] = {
     aten.cummax.default: along("dim"),
     aten.cummin.default: along("dim"),
     aten.logcumsumexp.default: along("dim"),
-    aten._logcumsumexp.default: along("dim"),
     aten.sort.default: along("dim"),
     aten.sort.stable: along("dim"),
-    aten.argsort.default: along("dim"),
-    aten.argsort.stable: along("dim"),
     aten.topk.default: along("dim"),
+    aten.renorm.default: renormed,
     aten.glu.default: along("dim"),
     aten.glu_backward.default: along("dim"),
-    aten.glu_jvp.default: along("dim", first="glu"),
 }

@@ -17,7 +17,7 @@ import torch
 
 from koila.analysis.rules._axes import Axes, Labels, dims_of, follow, left, right
 from koila.analysis.rules._rows import along, elementwise, pointwise
-from koila.analysis.ruling import Call, Operand, Rule, Ruling, sliced
+from koila.analysis.ruling import Call, Rule, Ruling, sliced
 from koila.analysis.types import Sliced
 
 aten = torch.ops.aten
@@ -232,11 +232,6 @@ def only_self(rule: Rule) -> Rule:
     return guarded
 
 
-def no_operand(value: object) -> bool:
-    """Whether an argument holds no tensor."""
-    return not isinstance(value, Operand)
-
-
 ROWS: dict[Any, Rule] = {
     aten.view.default: only_self(reshaped),
     aten._unsafe_view.default: only_self(reshaped),
@@ -274,6 +269,7 @@ ROWS: dict[Any, Rule] = {
     aten.split_with_sizes_copy.default: without(keep=True),
     aten.unsafe_split.Tensor: without(keep=True),
     aten.unsafe_split_with_sizes.default: without(keep=True),
+    aten.narrow_copy.default: without(keep=True),
     aten.cat.default: joined,
     aten.stack.default: stacked,
     aten.diagonal.default: diagonal,
@@ -294,6 +290,5 @@ ROWS: dict[Any, Rule] = {
     aten._conj_copy.default: pointwise,
     aten._neg_view.default: pointwise,
     aten._neg_view_copy.default: pointwise,
-    aten.resolve_conj.default: pointwise,
     aten.copy.default: elementwise(),
 }

@@ -1,0 +1,69 @@
+"""Decompositions for a split: operators that mix the batch, rewritten as reductions and pointwise operators.
+
+*Takes* nothing. *Gives* a `decomposition_table` for `make_fx`: losses with their reductions, `mean`, batch
+normalisation, and constants that only look at a tensor's shape. Everything else keeps eager's own kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch._ops import OpOverload
+
+from koila.analysis.decompositions import batch_norm, factories, losses, means
+
+__all__ = ["decompositions"]
+
+aten = torch.ops.aten
+
+_BORROWED = (
+    aten.huber_loss.default,
+    aten.huber_loss_backward.default,
+    aten.mse_loss.default,
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.soft_margin_loss.default,
+    aten.soft_margin_loss_backward.default,
+)
+"""Torch's own decompositions that are pointwise operators and one reduction."""
+
+_OWN: dict[OpOverload, Callable[..., Any]] = {
+    aten.zeros_like.default: factories.filled_like(0),
+    aten.ones_like.default: factories.filled_like(1),
+    aten.full_like.default: factories.full_like,
+    aten.new_zeros.default: factories.new_filled(0),
+    aten.new_ones.default: factories.new_filled(1),
+    aten.new_full.default: factories.new_full,
+    aten.mean.default: means.mean,
+    aten.mean.dim: means.mean_dim,
+    aten.nll_loss_forward.default: losses.nll_loss_forward,
+    aten.nll_loss_backward.default: losses.nll_loss_backward,
+    aten.nll_loss2d_forward.default: losses.nll_loss_forward,
+    aten.nll_loss2d_backward.default: losses.nll_loss_backward,
+    aten.binary_cross_entropy.default: losses.binary_cross_entropy,
+    aten.binary_cross_entropy_backward.default: losses.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits.default: losses.binary_cross_entropy_with_logits,
+    aten.native_batch_norm.default: batch_norm.native_batch_norm,
+    aten.native_batch_norm_backward.default: batch_norm.native_batch_norm_backward,
+    aten._native_batch_norm_legit.default: batch_norm.native_batch_norm,
+    aten._native_batch_norm_legit.no_stats: batch_norm.batch_norm_no_stats,
+    aten._native_batch_norm_legit_no_training.default: batch_norm.batch_norm_no_training,
+    aten._native_batch_norm_legit_functional.default: batch_norm.batch_norm_functional,
+    aten._batch_norm_with_update.default: batch_norm.batch_norm_with_update,
+    aten._batch_norm_with_update_functional.default: batch_norm.batch_norm_with_update_functional,
+    aten.batch_norm_backward.default: batch_norm.batch_norm_backward,
+}
+
+
+def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """The table of decompositions; a new dict each time.
+
+    >>> torch.ops.aten.nll_loss_forward.default in decompositions()
+    True
+    """
+    borrowed = {target: function for target, function in get_decompositions(_BORROWED).items() if target in _BORROWED}
+    return {**borrowed, **_OWN}  # type: ignore[dict-item]

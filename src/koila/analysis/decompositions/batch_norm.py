@@ -1,0 +1,224 @@
+"""Batch normalisation as statistics over the batch and pointwise operators.
+
+*Takes* the arguments of the batch normalisation operators and of their backwards. *Gives* their results, with the
+running statistics returned or written as eager does it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from koila.analysis.decompositions.means import cast
+from koila.analysis.monoids import HALVES
+
+aten = torch.ops.aten
+
+
+def _per_channel(value: Tensor, ndim: int) -> Tensor:
+    return aten.view.default(value, [1, -1, *[1] * (ndim - 2)])
+
+
+def _normalised(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+) -> Tensor:
+    """`(x - mean) * invstd * weight + bias`, in the statistics' dtype, returned in the input's."""
+    scale = invstd if weight is None else invstd * weight
+    result = (input - _per_channel(mean, input.ndim)) * _per_channel(scale, input.ndim)
+    return cast(result if bias is None else result + _per_channel(bias, input.ndim), input.dtype)
+
+
+def _statistics(input: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Biased variance and mean of each channel over all else, and how many elements they are made of."""
+    wide = cast(input, torch.float32) if input.dtype in HALVES else input
+    dims = [0, *range(2, input.ndim)]
+    variance, mean = aten.var_mean.correction(wide, dims, correction=0)
+    return variance, mean, input.numel() // max(1, input.shape[1])
+
+
+def _moved(running: Tensor, value: Tensor, momentum: float) -> Tensor:
+    return cast(value * momentum + running * (1 - momentum), running.dtype)
+
+
+def _trained(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Output, saved mean and inverse deviation, and the running statistics after this batch."""
+    variance, mean, count = _statistics(input)
+    invstd = aten.rsqrt.default(variance + eps)
+    output = _normalised(input, weight, bias, mean, invstd)
+    unbiased = variance * count / (count - 1) if count > 1 else variance * float("nan")
+    new_mean = None if running_mean is None else _moved(running_mean, mean, momentum)
+    new_var = None if running_var is None else _moved(running_var, unbiased, momentum)
+    kept = weight.dtype if weight is not None else input.dtype
+    return output, cast(mean, kept), cast(invstd, kept), new_mean, new_var
+
+
+def _evaluated(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output with the running statistics; nothing is saved."""
+    output = _normalised(input, weight, bias, mean, aten.rsqrt.default(variance + eps))
+    nothing = aten.full.default([0], 0.0, dtype=input.dtype, device=input.device)
+    return output, nothing, nothing
+
+
+def native_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch normalisation that writes its running statistics in training, though its schema does not say so."""
+    if not training:
+        assert running_mean is not None and running_var is not None
+        return _evaluated(input, weight, bias, running_mean, running_var, eps)
+    output, mean, invstd, new_mean, new_var = _trained(input, weight, bias, running_mean, running_var, momentum, eps)
+    if running_mean is not None and new_mean is not None:
+        running_mean.copy_(new_mean)
+    if running_var is not None and new_var is not None:
+        running_var.copy_(new_var)
+    return output, mean, invstd
+
+
+def batch_norm_no_stats(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch normalisation without running statistics: always by the batch."""
+    return _trained(input, weight, bias, None, None, momentum, eps)[:3]
+
+
+def batch_norm_no_training(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch normalisation with given statistics."""
+    return _evaluated(input, weight, bias, running_mean, running_var, eps)
+
+
+def batch_norm_functional(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Batch normalisation that returns its new running statistics."""
+    if not training:
+        return *_evaluated(input, weight, bias, running_mean, running_var, eps), running_mean, running_var
+    output, mean, invstd, new_mean, new_var = _trained(input, weight, bias, running_mean, running_var, momentum, eps)
+    assert new_mean is not None and new_var is not None
+    return output, mean, invstd, new_mean, new_var
+
+
+def batch_norm_with_update(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training batch normalisation with a reserve that is empty here."""
+    results = native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    return *results, _reserve(input)
+
+
+def batch_norm_with_update_functional(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Training batch normalisation that returns its new running statistics after an empty reserve."""
+    output, mean, invstd, new_mean, new_var = batch_norm_functional(
+        input, weight, bias, running_mean, running_var, True, momentum, eps
+    )
+    return output, mean, invstd, _reserve(input), new_mean, new_var
+
+
+def _reserve(input: Tensor) -> Tensor:
+    return aten.full.default([0], 0, dtype=torch.uint8, device=input.device)
+
+
+def native_batch_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_invstd: Tensor | None,
+    train: bool,
+    eps: float,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Two sums over the batch (of the gradient, and of the gradient times the centred input), then pointwise."""
+    if train:
+        assert save_mean is not None and save_invstd is not None
+        mean, invstd = save_mean, save_invstd
+    else:
+        assert running_mean is not None and running_var is not None
+        mean, invstd = running_mean, aten.rsqrt.default(running_var + eps)
+    wide = torch.float32 if input.dtype in HALVES else input.dtype
+    grad, mean, invstd = cast(grad_out, wide), cast(mean, wide), cast(invstd, wide)
+    centred = cast(input, wide) - _per_channel(mean, input.ndim)
+    dims, count = [0, *range(2, input.ndim)], input.numel() // max(1, input.shape[1])
+    total = aten.sum.dim_IntList(grad, dims)
+    product = aten.sum.dim_IntList(grad * centred, dims)
+    scale = invstd if weight is None else invstd * weight
+    grad_input = grad
+    if train:
+        slope = product * invstd * invstd / count
+        grad_input = grad - _per_channel(total / count, input.ndim) - centred * _per_channel(slope, input.ndim)
+    kept = weight.dtype if weight is not None else input.dtype
+    return (
+        cast(grad_input * _per_channel(scale, input.ndim), input.dtype) if output_mask[0] else None,
+        cast(product * invstd, kept) if output_mask[1] else None,
+        cast(total, kept) if output_mask[2] else None,
+    )
+
+
+def batch_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_var: Tensor | None,
+    update: bool,
+    eps: float,
+    output_mask: list[bool],
+    reserve: Tensor,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The same backward; what it calls `save_var` is the inverse deviation."""
+    return native_batch_norm_backward(
+        grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask
+    )

@@ -1,0 +1,87 @@
+"""Every row of every table against torch: chunk by chunk equals whole, for every operand that might hold the batch.
+
+The calls are those that torch's `op_db` makes, forward and backward, and the hand-written ones of `extras`. The default
+run takes a fixed share of them; `KOILA_FULL=1` takes all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch._ops import OpOverload
+
+from koila.analysis.rules import LINEAR, RULES, rule_for
+from koila.analysis.types import Merged
+from tests.unit.analysis.extras import extras
+from tests.unit.analysis.harness import Recorded, prove
+from tests.unit.analysis.hypotheses import Hypothesis, hypotheses, merged
+from tests.unit.analysis.samples import capture
+
+FULL = os.environ.get("KOILA_FULL") == "1"
+SHARE, CALLS_PER_OPERATOR = (1.0, 200) if FULL else (0.05, 12)
+HYPOTHESES_PER_OPERATOR = 1_000_000 if FULL else 36
+
+Calls = Mapping[OpOverload, list[Recorded]]
+
+
+@pytest.fixture(scope="session")
+def calls() -> Calls:
+    """Recorded calls by operator."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found: dict[OpOverload, list[Recorded]] = defaultdict(list)
+    for call in extras():
+        found[call.target].append(call)
+    for target, recorded in capture(SHARE, CALLS_PER_OPERATOR).items():
+        found[target] += recorded
+    torch.set_num_threads(threads)
+    return found
+
+
+def spread(cases: list[tuple[Recorded, Hypothesis]]) -> Iterator[tuple[Recorded, Hypothesis]]:
+    """An even choice of that many."""
+    step = max(1.0, len(cases) / HYPOTHESES_PER_OPERATOR)
+    return (cases[int(place * step)] for place in range(int(len(cases) / step)))
+
+
+def proven(cases: list[tuple[Recorded, Hypothesis]]) -> int:
+    """How many cases the rule ruled; each is checked. If the even choice met none, the rest is tried."""
+    count = sum(prove(call, types, batch) is not None for call, (types, batch) in spread(cases))
+    if count:
+        return count
+    return int(any(prove(call, types, batch) is not None for call, (types, batch) in cases))
+
+
+@pytest.mark.parametrize("target", RULES, ids=str)
+def test_row(target: OpOverload, calls: Calls) -> None:
+    cases = [(call, hypothesis) for call in calls.get(target, ()) for hypothesis in hypotheses(call)]
+    assert cases, f"no sample reaches {target}"
+    assert proven(cases), f"{target} is never ruled: the row has no use, or no sample"
+
+
+@pytest.mark.parametrize("target", LINEAR, ids=str)
+def test_linear_row(target: OpOverload, calls: Calls) -> None:
+    cases = [(call, hypothesis) for call in calls.get(target, ()) for hypothesis in merged(call)]
+    cases = [case for case in cases if all(isinstance(kind, Merged) for kind in case[1][0].values())]
+    assert proven(cases), f"{target} never keeps a sum"
+
+
+def test_tagged_operators(calls: Calls) -> None:
+    tagged = [target for target in calls if target not in RULES and rule_for(target) is not None]
+    never = []
+    for target in tagged:
+        cases = [(call, hypothesis) for call in calls[target] for hypothesis in hypotheses(call)]
+        if cases and not proven(cases[:: 1 if FULL else 3]):
+            never.append(str(target))
+    assert never in ([], ["aten.equal.default"]), f"tagged pointwise, but never ruled: {never}"
+    assert len(tagged) > 150
+
+
+def test_an_operator_without_a_rule_runs_whole() -> None:
+    assert rule_for(torch.ops.aten.nonzero.default) is None
+    assert rule_for(torch.ops.aten.as_strided.default) is None
+    assert rule_for(torch.ops.aten.bernoulli.default) is None
