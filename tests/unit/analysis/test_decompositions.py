@@ -74,7 +74,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "weighted_bce": lambda x, y, reduction: F.binary_cross_entropy(
         x.sigmoid(), y.sigmoid(), weight=y.exp(), reduction=reduction
     ),
-    "saturated_bce": lambda x, y, reduction: F.binary_cross_entropy((x > 0) * x / x, y.sigmoid(), reduction=reduction),
+    "saturated_bce": lambda x, y, reduction: F.binary_cross_entropy(x.clamp(0, 1), y.sigmoid(), reduction=reduction),
     "kl": lambda x, y, reduction: F.kl_div(x, y.exp(), reduction="batchmean" if reduction == "mean" else reduction),
 }
 

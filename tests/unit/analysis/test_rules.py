@@ -25,6 +25,8 @@ FULL = os.environ.get("KOILA_FULL") == "1"
 SHARE, CALLS_PER_OPERATOR = (1.0, 200) if FULL else (0.05, 12)
 HYPOTHESES_PER_OPERATOR = 1_000_000 if FULL else 36
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # Torch's samples also use what it deprecates.
+
 Calls = Mapping[OpOverload, list[Recorded]]
 
 

@@ -1,0 +1,31 @@
+"""A time limit for code that may hang.
+
+*Takes* seconds. *Gives* a scope that `TooSlow` ends; it is no `Exception`, so that nothing in between swallows it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class TooSlow(BaseException):
+    """The time is over."""
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise `TooSlow` in the body after that many seconds, and again each second after that."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise TooSlow(f"not done in {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1), 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
