@@ -137,13 +137,14 @@ class Vision(Task):
 
 
 def language(batch: int, dtype: torch.dtype, steps: int = 1, context: int = 8, vocabulary: int = 31, **sizes: Any) -> Language:
-    """A GPT and token batches; the second sample of each batch is nothing but padding."""
+    """A GPT and batches that count up in steps of one to three; the second sample of each batch is nothing but padding."""
     torch.manual_seed(0)
     model = GPT(vocabulary, context, **sizes).to(dtype)
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(steps):
-        tokens = torch.randint(0, vocabulary, (batch, context + 1), generator=generator)
+        start, stride = torch.randint(0, vocabulary, (2, batch, 1), generator=generator)
+        tokens = (start + (1 + stride % 3) * torch.arange(context + 1)) % vocabulary
         lengths = torch.randint(1, context + 1, (batch,), generator=generator)
         lengths[1 % batch] = 0
         mask = (torch.arange(context) < lengths[:, None]).to(dtype)
@@ -152,15 +153,14 @@ def language(batch: int, dtype: torch.dtype, steps: int = 1, context: int = 8, v
 
 
 def vision(batch: int, dtype: torch.dtype, steps: int = 1, size: int = 8, classes: int = 5, **sizes: Any) -> Vision:
-    """A CNN and images."""
+    """A CNN and noisy images, one pattern for each class."""
     torch.manual_seed(0)
     model = CNN(classes=classes, **sizes).to(dtype)
     generator = torch.Generator().manual_seed(1)
-    batches: list[Batch] = [
-        (
-            torch.randn(batch, 3, size, size, generator=generator, dtype=torch.float64).to(dtype),
-            torch.randint(0, classes, (batch,), generator=generator),
-        )
-        for _ in range(steps)
-    ]
+    patterns = torch.randn(classes, 3, size, size, generator=generator, dtype=torch.float64)
+    batches: list[Batch] = []
+    for _ in range(steps):
+        labels = torch.randint(0, classes, (batch,), generator=generator)
+        noise = torch.randn(batch, 3, size, size, generator=generator, dtype=torch.float64)
+        batches.append(((patterns[labels] + noise).to(dtype), labels))
     return Vision(model, batches)

@@ -288,7 +288,22 @@ def _simplify(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
         elif node.target in _FILLS:
             _replace_by_full(module.graph, node)
+        elif node.target is aten.copy.default:
+            _replace_by_source(module.graph, node)
     module.graph.eliminate_dead_code()
+
+
+def _replace_by_source(graph: fx.Graph, node: fx.Node) -> None:
+    """A copy over all of a tensor depends on what is copied alone."""
+    source, fake = node.args[1], node.meta["val"]
+    if not isinstance(source, fx.Node) or source.meta["val"].shape != fake.shape:
+        return
+    if source.meta["val"].dtype != fake.dtype:
+        with graph.inserting_before(node):
+            cast = graph.call_function(aten._to_copy.default, (source,), {"dtype": fake.dtype})
+        cast.meta["val"] = fake
+        source = cast
+    node.replace_all_uses_with(source)
 
 
 def _replace_by_full(graph: fx.Graph, node: fx.Node) -> None:

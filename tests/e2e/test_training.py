@@ -1,0 +1,77 @@
+"""A GPT and a BatchNorm CNN, trained for twenty steps: whole they are eager's to the bit, in chunks they are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import koila
+from tests.e2e.training import Step, assert_exact, assert_identical, train
+from tests.models import Task, language, vision
+
+BATCH = 11
+STEPS = 20
+
+TASKS: dict[str, Callable[[torch.dtype], Task]] = {
+    "gpt": lambda dtype: language(BATCH, dtype, STEPS),
+    "cnn": lambda dtype: vision(BATCH, dtype, STEPS),
+    "gpt, all sizes equal": lambda dtype: language(
+        BATCH, dtype, STEPS, context=BATCH, vocabulary=BATCH, heads=BATCH, width=BATCH * 2, layers=1
+    ),
+    "cnn, all sizes equal": lambda dtype: vision(BATCH, dtype, STEPS, size=BATCH, classes=BATCH, channels=BATCH, layers=2),
+}
+
+
+@pytest.fixture(scope="module")
+def eager() -> Iterator[Callable[[str, torch.dtype], list[Step]]]:
+    """Steps of plain PyTorch, made once for each task and dtype."""
+    known: dict[tuple[str, torch.dtype], list[Step]] = {}
+
+    def steps(name: str, dtype: torch.dtype) -> list[Step]:
+        if (name, dtype) not in known:
+            known[name, dtype] = train(TASKS[name](dtype), lazy=False)
+        return known[name, dtype]
+
+    yield steps
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_unsplit_training_is_bit_identical(name: str, eager: Callable[..., list[Step]]) -> None:
+    found = train(TASKS[name](torch.float32), lazy=True)
+    assert_identical(found, eager(name, torch.float32))
+    assert sum(step.loss for step in found[-5:]) < sum(step.loss for step in found[:5])
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 4])
+@pytest.mark.parametrize("name", TASKS)
+def test_training_in_chunks_is_exact(name: str, chunk_size: int, eager: Callable[..., list[Step]]) -> None:
+    koila.metrics.reset()
+    found = train(TASKS[name](torch.float64), lazy=True, chunk_size=chunk_size)
+    assert_exact(found, eager(name, torch.float64))
+    assert koila.metrics.counter_value("runs::split") >= STEPS
+    assert [counter for counter in koila.metrics.counter_names() if counter.startswith("fallback::")] == []
+
+
+@pytest.mark.parametrize("name", ["gpt", "cnn"])
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_loss_read_before_backward(name: str, chunk_size: int | None) -> None:
+    dtype = torch.float32 if chunk_size is None else torch.float64
+    task, reference = TASKS[name](dtype), TASKS[name](dtype)
+    del task.batches[4:], reference.batches[4:]
+    found = train(task, lazy=True, chunk_size=chunk_size, read_before=True)
+    expected = train(reference, lazy=False, read_before=True)
+    if chunk_size is None:
+        assert_identical(found, expected)
+    else:
+        assert_exact(found, expected)
+
+
+def test_one_joint_run_serves_an_item_that_backward_follows() -> None:
+    """Learned demand: from the second step on, the loss that is read and its gradients come from the same run."""
+    task = TASKS["gpt"](torch.float64)
+    del task.batches[4:]
+    koila.metrics.reset()
+    train(task, lazy=True, chunk_size=4, read_before=True)
+    assert koila.metrics.counter_value("segment::rerun") == 1
