@@ -6,7 +6,7 @@
 1.0
 """
 
-from koila._api import eager, explain, graph, keep, lazy, run, settle
+from koila._api import eager, explain, graph, keep, lazy, rule, run, settle, stream
 from koila._budget import budget
 from koila.capture.eager import EagerTensor
 from koila.capture.lazy import LazyTensor
@@ -26,6 +26,7 @@ from koila.interfaces import BatchInfo, Runnable, RunnableTensor, TensorMixin
 from koila.ir.node import LazyFunction
 from koila.ir.prepass import PrePass
 from koila.reporting import metrics
+from koila.reporting.progress import progress
 
 __all__ = [
     "AnalysisError",
@@ -54,6 +55,9 @@ __all__ = [
     "lookup_function",
     "lookup_method",
     "metrics",
+    "progress",
+    "rule",
     "run",
     "settle",
+    "stream",
 ]

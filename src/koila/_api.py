@@ -6,18 +6,24 @@ run what is pending.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from koila import events
 from koila._budget import current_budget, refuse_bytes
+from koila.analysis.custom import add_rule
+from koila.analysis.trace import Demand
 from koila.capture.eager import EagerTensor
 from koila.capture.inputs import make_lazy
 from koila.capture.lazy import LazyTensor
 from koila.capture.recorder import Bridge, recorder
 from koila.execution.evaluation import Engine
+from koila.execution.programs import NotSplittable, Program, batch_size, forget_plans
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Value
+from koila.ir.source import user_site
 from koila.ir.tree import leaves, map_leaves
 from koila.ir.verify import verify
 from koila.reporting.explain import Explanation, explain_values
@@ -80,6 +86,47 @@ def _real(leaf: Any, detach: bool) -> Any:
     if not isinstance(leaf, (LazyTensor, EagerTensor)):
         return leaf
     return leaf.run().detach() if detach else leaf.run()
+
+
+def stream(value: LazyTensor, chunk_size: int | None = None) -> Iterator[torch.Tensor]:
+    """Compute a value chunk by chunk, for one that should never exist whole.
+
+    Args:
+        value: A lazy tensor that carries the batch.
+        chunk_size: Samples per chunk; the scope's, or one.
+
+    Yields:
+        The value of each chunk of samples, in the order of the batch, without autograd history. A value that cannot be
+        cut comes in one piece.
+
+    >>> [piece.tolist() for piece in stream(lazy(torch.arange(3.0)) * 2, chunk_size=2)]
+    [[0.0, 2.0], [4.0]]
+    """
+    found = collect([value._value], [])
+    size = chunk_size or current_budget().chunk_size or 1
+    try:
+        if value._value.real is None and batch_size(found) > size:
+            found.check_fresh()
+            yield from Program(found, Demand()).stream(0, size)
+            return
+    except NotSplittable as reason:
+        events.count(f"fallback::{reason}", site=str(user_site()))
+    yield value.run(detach=True)
+
+
+def rule(target: Any, dimensions: str) -> None:
+    """Say how an operator of your own can be cut along the batch.
+
+    Args:
+        target: The operator: `torch.ops.my_library.my_operator.default`.
+        dimensions: A letter for each dimension of each tensor argument, and of each result. A lower-case letter may
+            hold the batch; an upper-case one may not; `_` stands for any further ones that may not. A result with `+`
+            is the sum over the chunks if it lacks the batch's letter: `"x=bT w=TK -> bK"`, `"g=b_ x=b_ -> _+"`.
+
+    Without a rule an operator runs whole: it costs memory, never correctness.
+    """
+    add_rule(target, dimensions)
+    forget_plans()
 
 
 def settle() -> None:

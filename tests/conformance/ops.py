@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,8 @@ import torch
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 
-from tests.conformance.trees import copy_tree, tensors_of
+from tests.conformance.choice import number_of, two_cuts
+from tests.conformance.trees import copy_tree
 from tests.conformance.trial import Program, Trial, cotangent_loss
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -29,11 +29,6 @@ def _unwrapped(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 # The database seeds random operators itself and hides the generator; trials seed it, and compare its state.
 common_methods_invocations.wrapper_set_seed = _unwrapped
-
-
-def number_of(text: str) -> int:
-    """A fixed number for a text."""
-    return zlib.crc32(text.encode())
 
 
 def entries() -> dict[str, Any]:
@@ -121,20 +116,4 @@ def chosen_trials(op: Any, dtypes: tuple[torch.dtype, ...] = DTYPES, only_functi
             yield trial_of(op, dtype, variant, samples[place], place)
 
 
-def cuts(trial: Trial) -> list[tuple[int, tuple[int | None, ...]]]:
-    """(batch size, batch dimension of each input) for the leading dimension and one other."""
-    tensors = tensors_of(trial.build().inputs)
-    first = next((t for t in tensors if t.layout == torch.strided and any(size >= 2 for size in t.shape)), None)
-    if first is None:
-        return []
-    dims = [dim for dim, size in enumerate(first.shape) if size >= 2]
-    others = [dim for dim in dims if dim != 0]
-    chosen = [dim for dim in dims if dim == 0]
-    if others:
-        chosen.append(others[number_of(trial.entry + trial.label) % len(others)])
-    return [(first.shape[dim], tuple(_batch(t, dim, first.shape[dim]) for t in tensors)) for dim in chosen]
-
-
-def _batch(tensor: torch.Tensor, dim: int, size: int) -> int | None:
-    fits = tensor.layout == torch.strided and dim < tensor.ndim and tensor.shape[dim] == size
-    return dim if fits else None
+cuts = two_cuts

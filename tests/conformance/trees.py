@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-TOLERANCE = 1e-10
-"""Rule 1: ‖a−b‖ ≤ tol·‖b‖ in float64."""
-ROUNDING = 1e-12
-"""What a gradient that is zero in exact arithmetic may differ by, per element."""
+TOLERANCES = {torch.float32: 1e-6, torch.complex64: 1e-6, torch.float64: 1e-10, torch.complex128: 1e-10}
+"""Rule 1: ‖a−b‖ ≤ tol·‖b‖."""
+ROUNDING = 1e-2
+"""A value that is zero in exact arithmetic may differ by this share of the tolerance, per element."""
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -148,6 +148,7 @@ def close_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
     one, other = _dense(found), _dense(expected)
     if not (other.is_floating_point() or other.is_complex()):
         return bit_difference(found, expected)
+    tolerance = TOLERANCES.get(other.dtype, 1e-2)
     one, other = _wide(one), _wide(other)
     if not torch.equal(one.isnan(), other.isnan()):
         return "NaN in other places"
@@ -155,6 +156,6 @@ def close_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
     if not torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()):
         return "infinities in other places"
     error, size = (one - other)[finite].norm(), other[finite].norm()
-    if float(error) <= TOLERANCE * float(size) + ROUNDING * max(other.numel(), 1) ** 0.5:
+    if float(error) <= tolerance * (float(size) + ROUNDING * max(other.numel(), 1) ** 0.5):
         return None
     return f"values differ by {float(error / size.clamp_min(1e-300)):.1e} relative"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from tests.conformance.trees import (
     Difference,
     bit_difference,
     close_difference,
-    copy_tree,
     no_difference,
     stride_difference,
     tensors_of,
@@ -361,8 +360,3 @@ def _proof(trial: Trial, batches: Sequence[int | None], seconds: float) -> bool:
 
 def _shown(batches: Sequence[int | None]) -> str:
     return ",".join("-" if dim is None else str(dim) for dim in batches)
-
-
-def with_copies(trial_inputs: Any, program: Program) -> Program:
-    """The program on fresh copies of its inputs."""
-    return replace(program, inputs=copy_tree(trial_inputs))

@@ -6,7 +6,7 @@ values of written leaves, nothing committed yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from koila.execution.loops import Loop, compile_loop
 from koila.ir.draws import Source
 from koila.ir.graph import Graph
 from koila.ir.tree import map_leaves
-from koila.planning.plan import Phase, Plan
+from koila.planning.plan import Plan
 
 
 class CompiledPlan:
@@ -83,16 +83,25 @@ class _Run:
         self.values: dict[Item, Any] = {}
         """Whole values, kept buffers, finished merges."""
         self.accumulators: dict[Item, Any] = {}
+        self.streamed: Item | None = None
+        """The item whose chunks are handed out instead of stored."""
 
     def run(self) -> list[Any]:
-        for number, phase in enumerate(self.plan.phases):
-            events.emit(events.PhaseStart(number, len(self.plan.chunks)))
-            self._run_whole(phase.before)
-            self._run_phase(number, phase)
-            for item in self.compiled.frees[number]:
-                self.values.pop(item, None)
+        """Every result."""
+        for number in range(len(self.plan.phases)):
+            for _ in self._phase(number):
+                pass
         self._run_whole(self.plan.after)
         return [None if item is None else self._value(item) for item in self.plan.facts.results]
+
+    def stream(self, item: Item) -> Iterator[torch.Tensor]:
+        """The chunks of one Sliced item of the last phase, one after the other, never gathered."""
+        for number in range(len(self.plan.phases) - 1):
+            for _ in self._phase(number):
+                pass
+        self.streamed = item
+        for _ in self._phase(len(self.plan.phases) - 1):
+            yield self.values.pop(item)
 
     def _run_whole(self, items: Sequence[Item]) -> None:
         for item in items:
@@ -125,7 +134,11 @@ class _Run:
         """A whole value for a loop: random sources stay packed, they are opened chunk by chunk."""
         return self.inputs[item.node] if item.kind == "input" else self._value(item)
 
-    def _run_phase(self, number: int, phase: Phase) -> None:
+    def _phase(self, number: int) -> Iterator[None]:
+        """Run a phase; stops after each chunk."""
+        phase = self.plan.phases[number]
+        events.emit(events.PhaseStart(number, len(self.plan.chunks)))
+        self._run_whole(phase.before)
         for index, (start, stop) in enumerate(self.plan.chunks):
             loop = self.compiled.loop(number, stop - start)
             wholes = [self._read_by_loop(item) for item in loop.wholes]
@@ -134,9 +147,12 @@ class _Run:
             del wholes
             events.emit(events.ChunkEnd(number, index, stop - start))
             _count(loop)
+            yield
         for item in phase.targets:
             if item in self.accumulators:
                 self.values[item] = _monoid(item).finish(self.accumulators.pop(item))
+        for item in self.compiled.frees[number]:
+            self.values.pop(item, None)
 
 
 def _count(loop: Loop) -> None:
@@ -154,6 +170,9 @@ class _Sink:
 
     def __call__(self, index: int, value: Any) -> None:
         item = self.loop.sinks[index]
+        if item is self.run.streamed:
+            self.run.values[item] = value
+            return
         if isinstance(item.type, Sliced):
             self._store(item, item.type, value)
             return
@@ -189,3 +208,21 @@ def run_chunked(compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) -> 
     """Run a plan; results in the order of the joint graph."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         return _Run(compiled, graph, inputs).run()
+
+
+def stream_chunked(compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Run a plan for one result and hand out its chunks; a result that is not Sliced comes in one piece."""
+    result = next(item for item in compiled.plan.facts.results if item is not None)
+    run = _Run(compiled, graph, inputs)
+    source = result.operands[0] if result.kind == "gather" else None
+    if source is None or source not in compiled.plan.phases[-1].targets:
+        yield next(value for value in run_chunked(compiled, graph, inputs) if value is not None)
+        return
+    chunks = run.stream(source)
+    while True:
+        # Between chunks the caller's code runs: its grad mode must be its own.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            piece = next(chunks, None)
+        if piece is None:
+            return
+        yield piece

@@ -21,7 +21,7 @@ from koila.analysis.types import Sliced
 from koila.capture.lookup import BackwardRequest
 from koila.capture.recorder import Recorder
 from koila.execution.programs import NotSplittable, Program, Results, Selection, batch_size
-from koila.execution.segment import Gradients, SegmentState, attach
+from koila.execution.segment import Demanded, Gradients, SegmentState, attach
 from koila.execution.transaction import gradients_restored_on_error, write_effects
 from koila.execution.whole import run_whole
 from koila.interfaces import BatchInfo
@@ -82,7 +82,7 @@ class Engine:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._followed: Cache[SegmentState] = Cache("demand_cache", 256)
+        self._demanded: Cache[Demanded] = Cache("demand_cache", 256)
         self._backs_off: set[Any] = set()
 
     def materialize(self, values: Sequence[Value], why: str) -> None:
@@ -174,14 +174,13 @@ class Engine:
 
     def _expects_backward(self, key: Any) -> bool:
         """Learned demand: a backward followed the last time, and no guess was wrong."""
-        state = self._followed.get(key)
-        if state is None or key in self._backs_off:
+        last = self._demanded.get(key)
+        if last is None or key in self._backs_off:
             return False
-        if state.held is not None:
+        if last.guessed and not last.asked:
             self._backs_off.add(key)
             events.count("learned_demand::wrong")
-            return False
-        return state.was_differentiated
+        return last.asked
 
     def _bind_split(
         self,
@@ -198,14 +197,14 @@ class Engine:
         bound = {graph.outputs[index]: real for index, real in results.outputs.items()}
         if differentiable and leaves:
             values = [_fresh(results.outputs[index], graph.leaves) for index in differentiable]
-            state = SegmentState(_rerun(graph, differentiable, chunk_size))
+            demanded = self._demanded.add(program.key, Demanded(with_gradients))
+            state = SegmentState(_rerun(graph, differentiable, chunk_size), demanded)
             if with_gradients:
                 given = dict(zip(program.demand.roots, seeds, strict=True))
                 state.held = results.gradients
                 state.seeds = tuple(
                     _seed(given[i], values[n]) if i in given else None for n, i in enumerate(differentiable)
                 )
-            self._followed.add(program.key, state)
             attached = attach(state, values, leaves)
             bound.update({graph.outputs[index]: real for index, real in zip(differentiable, attached, strict=True)})
         self._bind(graph, bound)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from koila import events
 from koila.analysis.split import analyse
 from koila.analysis.trace import Demand, Joint, trace
-from koila.execution.chunked import CompiledPlan, run_chunked
+from koila.execution.chunked import CompiledPlan, run_chunked, stream_chunked
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 from koila.planning.plan import make_plan
@@ -111,6 +112,11 @@ class Program:
         written = dict(zip(joint.written, values[last:], strict=True)) if selection.effects else {}
         return Results(outputs, values[first:last] if selection.gradients else [], written)
 
+    def stream(self, index: int, chunk_size: int) -> Iterator[torch.Tensor]:
+        """The chunks of one output."""
+        compiled = self.compiled(Selection((index,)), chunk_size)
+        return stream_chunked(compiled, self.graph, self._inputs(()))
+
     def _inputs(self, seeds: tuple[torch.Tensor | None, ...]) -> list[Any]:
         found: list[Any] = []
         for each in self.joint.inputs:
@@ -121,6 +127,11 @@ class Program:
                     self.graph.nodes[each.index].draws[each.draw] if each.kind == "draw" else seeds[each.index]
                 )
         return found
+
+
+def forget_plans() -> None:
+    """Forget every plan: the rules have changed."""
+    _plans.clear()
 
 
 def batch_size(graph: Graph) -> int:

@@ -16,22 +16,33 @@ import torch
 Gradients = list[torch.Tensor | None]
 
 
+class Demanded:
+    """What became of the gradients of a program the last time it ran; holds no tensors."""
+
+    def __init__(self, guessed: bool) -> None:
+        self.guessed = guessed
+        """Whether gradients were computed before anybody asked."""
+        self.asked = False
+        """Whether a backward followed."""
+
+
 class SegmentState:
     """How the gradients of one segment are obtained."""
 
-    def __init__(self, rerun: Callable[[Sequence[torch.Tensor | None]], Gradients]) -> None:
-        self._rerun = rerun
+    def __init__(self, rerun: Callable[[Sequence[torch.Tensor | None]], Gradients], demanded: Demanded) -> None:
+        self._rerun: Callable[[Sequence[torch.Tensor | None]], Gradients] | None = rerun
+        self.demanded = demanded
         self.held: Gradients | None = None
         """Gradients for `seeds`, computed with the values."""
         self.seeds: tuple[torch.Tensor | None, ...] = ()
         """For each output the seed of `held`: None if it was not differentiated; a scalar one is given as tensor."""
-        self.was_differentiated = False
 
     def gradients(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The gradients for what the engine brings."""
-        self.was_differentiated = True
+        self.demanded.asked = True
         scale = None if self.held is None else _common_scale(self.seeds, incoming)
         if self.held is None or scale is None:
+            assert self._rerun is not None
             return self._rerun(incoming)
         gradients, self.held = self.held, None
         if scale != 1.0:
@@ -39,6 +50,10 @@ class SegmentState:
                 if gradient is not None:
                     gradient.mul_(scale)
         return gradients
+
+    def release(self) -> None:
+        """Forget the program, as autograd frees what it saved."""
+        self._rerun = self.held = None
 
 
 def _common_scale(seeds: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor | None]) -> float | None:
@@ -75,6 +90,8 @@ class Segment(torch.autograd.Function):
         _ = ctx.saved_tensors
         state: SegmentState = ctx.state
         found = state.gradients(gradients)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            state.release()
         handed = (None, None, *found)
         found.clear()
         return handed

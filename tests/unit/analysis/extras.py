@@ -67,6 +67,7 @@ def pointwise() -> Iterator[tuple[Any, ...]]:
     yield aten.masked_fill.Scalar, real(3, 3), real(3, 3) > 0, 0
     yield aten.fill.Tensor, real(3, 4), torch.tensor(2.0, dtype=torch.float64)
     yield aten.positive.default, real(3, 4)
+    yield aten.logical_xor.default, real(3, 4) > 0, real(3, 4) > 0
     yield aten.hypot.default, real(3, 4), real(3, 4)
     yield aten.lcm.default, index(9, 3, 4) + 1, index(9, 3, 4) + 1
     yield aten.searchsorted.Tensor, real(5).sort().values, real(3, 4)
@@ -195,6 +196,15 @@ def algebra() -> Iterator[tuple[Any, ...]]:
     positive = square @ square.mT + torch.eye(4)
     yield aten.linalg_matrix_exp.default, square
     yield aten._linalg_det.default, square
+    yield aten._linalg_slogdet.default, square
+    yield aten._linalg_svd.default, square
+    yield aten._linalg_eigh.default, positive
+    yield aten.linalg_eig.default, square
+    yield aten.linalg_qr.default, square
+    yield aten.linalg_cholesky_ex.default, positive
+    yield aten.cholesky.default, positive
+    yield aten.linalg_ldl_factor_ex.default, positive
+    yield aten.triangular_solve.default, real(3, 4, 2), square
     yield aten.cholesky_inverse.default, torch.linalg.cholesky(positive)
     factors, pivots = torch.linalg.ldl_factor(positive)
     yield aten.linalg_ldl_solve.default, factors, pivots, real(3, 4, 2)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 
 from koila.analysis.rules._axes import Axes, Labels, dims_of, follow, right
 from koila.analysis.ruling import Call, Operand, Rule, Ruling
-from koila.analysis.types import Merged, SplitType
+from koila.analysis.types import Merged, Sliced, SplitType
 
 Check = Callable[[Call], bool]
 
@@ -165,6 +166,28 @@ def weighted(ruling: Ruling, call: Call, result: SplitType | tuple[SplitType, ..
         return {"share": num_samples / total, **arguments}
 
     return replace(ruling, result=result, rewrite=rewrite, target=scaled)
+
+
+def dense(rule: Rule, *names: str) -> Rule:
+    """For kernels that read these operands as if they were contiguous: a chunk's are made so where they are not."""
+
+    def densely(call: Call) -> Ruling | None:
+        ruling = rule(call)
+        if ruling is None or all(_outermost(call[name], ruling.operands.get(name)) for name in names):
+            return ruling
+        kernel = call.target
+
+        def target(**arguments: Any) -> Any:
+            return kernel(**{name: value.contiguous() if name in names else value for name, value in arguments.items()})
+
+        return replace(ruling, target=target)
+
+    return densely
+
+
+def _outermost(operand: Operand, kind: Any) -> bool:
+    """Whether a chunk of a contiguous value is contiguous."""
+    return not isinstance(kind, Sliced) or kind.outer * prod(operand.shape[: kind.dim]) == 1
 
 
 def shared_out(rule: Rule, factor: str) -> Rule:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from koila.analysis.rules._axes import Axes, follow, right
-from koila.analysis.rules._rows import letters, trailing
+from koila.analysis.rules._rows import dense, letters, trailing
 from koila.analysis.ruling import Call, Rule, Ruling
 from koila.analysis.types import Sliced
 
@@ -45,21 +45,6 @@ def _batched(ndim: int) -> Callable[[Call], bool]:
     return lambda call: bool(call["self"].ndim == ndim)
 
 
-def compact(rule: Rule) -> Rule:
-    """For kernels that read `indices` as if they were contiguous: a chunk's are made so."""
-
-    def compacted(call: Call) -> Ruling | None:
-        ruling = rule(call)
-        kernel = call.target
-
-        def target(indices: Any, **arguments: Any) -> Any:
-            return kernel(indices=indices.contiguous(), **arguments)
-
-        return None if ruling is None else replace(ruling, target=target)
-
-    return compacted
-
-
 _INPUT_SIZE = ("input_size",)
 
 ROWS: dict[Any, Rule] = {
@@ -83,11 +68,11 @@ ROWS: dict[Any, Rule] = {
     aten.adaptive_max_pool2d.default: trailing(2),
     aten.adaptive_max_pool2d_backward.default: trailing(2),
     aten.adaptive_max_pool3d.default: trailing(3),
-    aten.adaptive_max_pool3d_backward.default: compact(trailing(3)),
+    aten.adaptive_max_pool3d_backward.default: dense(trailing(3), "indices"),
     aten.fractional_max_pool2d.default: letters("self=nc_ random_samples=nc_ -> nc_ nc_", when=_batched(4)),
-    aten.fractional_max_pool2d_backward.default: compact(trailing(2)),
+    aten.fractional_max_pool2d_backward.default: dense(trailing(2), "indices"),
     aten.fractional_max_pool3d.default: letters("self=nc_ random_samples=nc_ -> nc_ nc_", when=_batched(5)),
-    aten.fractional_max_pool3d_backward.default: compact(trailing(3)),
+    aten.fractional_max_pool3d_backward.default: dense(trailing(3), "indices"),
     aten.upsample_nearest1d.default: trailing(1),
     aten.upsample_nearest2d.default: trailing(2),
     aten.upsample_nearest3d.default: trailing(3),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from koila.analysis.rules._axes import Axes, Labels, follow, left
-from koila.analysis.rules._rows import letters
+from koila.analysis.rules._rows import dense, letters
 from koila.analysis.ruling import Call, Operand, Rule, Ruling
 from koila.analysis.types import Sliced
 
@@ -70,11 +70,13 @@ def _evaluating(call: Call) -> bool:
 
 ROWS: dict[Any, Rule] = {
     aten.native_layer_norm.default: inside("input", parameters=0),
-    aten.native_layer_norm_backward.default: inside("input", parameters=2),
+    aten.native_layer_norm_backward.default: dense(inside("input", parameters=2), "mean", "rstd"),
     aten._fused_rms_norm.default: inside("input", parameters=0),
-    aten._fused_rms_norm_backward.default: inside("input", parameters=1),
-    aten.native_group_norm.default: grouped("input=n_ -> n_ n_ n_"),
-    aten.native_group_norm_backward.default: grouped("grad_out=n_ input=n_ mean=n_ rstd=n_ -> n_ _+ _+"),
+    aten._fused_rms_norm_backward.default: dense(inside("input", parameters=1), "rstd"),
+    aten.native_group_norm.default: dense(grouped("input=n_ -> n_ n_ n_"), "input"),
+    aten.native_group_norm_backward.default: dense(
+        grouped("grad_out=n_ input=n_ mean=n_ rstd=n_ -> n_ _+ _+"), "grad_out", "input", "mean", "rstd"
+    ),
     aten._native_batch_norm_legit_no_training.default: letters("input=n_ -> n_ - -"),
     aten.native_batch_norm.default: letters("input=n_ -> n_ - -", when=_evaluating),
     aten.native_batch_norm_backward.default: letters(

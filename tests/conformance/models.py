@@ -1,0 +1,67 @@
+"""Architectures of transformers as trials: one training step each, dropout on.
+
+*Takes* `ARCHITECTURES`. *Gives* trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+
+from tests.conformance.architectures import ARCHITECTURES, Architecture
+from tests.conformance.choice import Cut, cut_along
+from tests.conformance.trees import tensors_of
+from tests.conformance.trial import SEED, Program, Trial
+
+DTYPES = (torch.float32,)
+SPLIT_DTYPES = (torch.float64,)
+BATCH = 4
+
+transformers.logging.set_verbosity_error()
+
+
+def entries() -> dict[str, Architecture]:
+    """All architectures by name."""
+    return dict(ARCHITECTURES)
+
+
+def has_cpu_dtype(architecture: Architecture) -> bool:
+    """Every architecture runs on a CPU."""
+    return True
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _results(outputs: Any) -> dict[str, Any]:
+    """The tensors of a model's output: the loss, logits and what else it gives."""
+    return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+
+
+def _program(architecture: Architecture, dtype: torch.dtype) -> Program:
+    torch.manual_seed(SEED)
+    model = architecture.model().train().to(dtype)
+    inputs = {name: _to(value, dtype) for name, value in architecture.inputs(BATCH).items()}
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return Program(inputs, lambda found: _results(model(**found)), state, architecture.loss)
+
+
+def all_trials(
+    architecture: Architecture, dtypes: tuple[torch.dtype, ...] = DTYPES, only_function: bool = False
+) -> Iterator[Trial]:
+    """One training step."""
+    for dtype in dtypes:
+        label = f"train {str(dtype).removeprefix('torch.')}"
+        yield Trial(architecture.kind, label, lambda dtype=dtype: _program(architecture, dtype))  # type: ignore[misc]
+
+
+chosen_trials = all_trials
+
+
+def cuts(trial: Trial) -> list[Cut]:
+    """The batch."""
+    return [cut_along(tensors_of(trial.build().inputs), 0, BATCH)]
