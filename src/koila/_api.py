@@ -19,7 +19,7 @@ from koila.capture.eager import EagerTensor
 from koila.capture.inputs import make_lazy
 from koila.capture.lazy import LazyTensor
 from koila.capture.recorder import Bridge, recorder
-from koila.execution.evaluation import Engine
+from koila.execution.engine import Engine
 from koila.execution.programs import NotSplittable, Program, batch_size, forget_plans
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Value

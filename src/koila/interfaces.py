@@ -74,5 +74,8 @@ class Realizer(Protocol):
     def backward(self, request: Any) -> None:
         """Run a backward pass from pending values and commit its gradients."""
 
+    def before_step(self, parameters: Sequence[Any]) -> None:
+        """An optimizer is about to change these parameters."""
+
     def batch_of(self, value: Any) -> BatchInfo | None:
         """The batch dimension that the analysis finds in a value."""

@@ -14,7 +14,7 @@ from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.conformance.choice import number_of, two_cuts
-from tests.conformance.trees import copy_tree
+from tests.conformance.trees import copy_tree, tensors_of
 from tests.conformance.trial import Program, Trial, cotangent_loss
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -108,12 +108,19 @@ def chosen_trials(op: Any, dtypes: tuple[torch.dtype, ...] = DTYPES, only_functi
     supported = [dtype for dtype in dtypes if dtype in op.supported_dtypes(DEVICE)]
     others = supported[1:]
     for turn, dtype in enumerate(supported[:1] + others[number_of(op.full_name) % max(len(others), 1) :][:1]):
-        samples = samples_of(op, dtype)
+        samples = list(enumerate(samples_of(op, dtype)))
+        if only_function:
+            samples = [pair for pair in samples if _can_be_cut(pair[1])]
         if samples:
-            place = number_of(f"{op.full_name} {dtype}") % len(samples)
-            fitting = [variant for variant in variants(op) if _fits(variant, samples[place])]
+            number, sample = samples[number_of(f"{op.full_name} {dtype}") % len(samples)]
+            fitting = [variant for variant in variants(op) if _fits(variant, sample)]
             variant = fitting[0 if only_function else (number_of(op.full_name) + turn) % len(fitting)]
-            yield trial_of(op, dtype, variant, samples[place], place)
+            yield trial_of(op, dtype, variant, sample, number)
+
+
+def _can_be_cut(sample: Any) -> bool:
+    tensors = tensors_of((sample.input, sample.args, sample.kwargs))
+    return any(size >= 2 for tensor in tensors if tensor.layout == torch.strided for size in tensor.shape)
 
 
 cuts = two_cuts

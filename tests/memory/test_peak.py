@@ -83,6 +83,7 @@ def test_what_is_drawn_while_recording_is_a_quarter_of_its_size_and_kept_as_bits
     task = TASKS[name](BATCH)
     eager = measure(task, None, lazy=False)[0]
     noise = max(birth.num_bytes for birth in eager.births if birth.operator.startswith("aten.empty_like"))
+    measure(task, 1)  # The first draw of a process tests the generator.
     recording = measure(task, 1)[0]
     assert recording.largest.num_bytes <= noise / 4, str(recording.largest)
     elements = sum(birth.num_bytes // 4 for birth in eager.births if birth.operator.startswith("aten.empty_like"))

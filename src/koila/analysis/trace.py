@@ -25,7 +25,7 @@ from koila.analysis.decompositions import decompositions
 from koila.errors import AnalysisError
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Value
-from koila.ir.prepass import PrePass, contiguous, prepass_of
+from koila.ir.prepass import PrePass, prepass_of
 from koila.ir.replay import replay
 
 aten = torch.ops.aten
@@ -89,17 +89,13 @@ def _leaf_index(graph: Graph) -> dict[int, int]:
 
 
 def written_indices(graph: Graph) -> tuple[int, ...]:
-    """Leaves whose data the program writes to."""
+    """Leaves whose data the program writes to: running statistics; other writes to real tensors never wait."""
     index, found = _leaf_index(graph), set[int]()
     for node in graph.nodes:
-        if node.inference.ordered:
-            continue
-        for operand in (node.operands[i] for i in node.inference.writes):
+        for operand in (node.operands[i] for i in node.inference.hidden_writes):
             real = operand.real if isinstance(operand, Value) else operand
-            if real is not None:
+            if id(real) in index:
                 found.add(index[id(real)])
-            elif isinstance(operand, Value) and operand.storage.real:
-                raise AnalysisError("a write through a view of an input", where=str(node.site))
     return tuple(sorted(found))
 
 
@@ -133,7 +129,7 @@ def _inputs_of(graph: Graph, demand: Demand) -> list[tuple[Input, PrePass]]:
     found = [(Input("leaf", number), prepass_of(leaf)) for number, leaf in enumerate(graph.leaves)]
     for number, node in enumerate(graph.nodes):
         for which, source in enumerate(node.draws):
-            found.append((Input("draw", number, which), contiguous(source.shape, source.dtype)))
+            found.append((Input("draw", number, which), source.prepass()))
     for number, (root, seeded) in enumerate(zip(demand.roots, demand.seeded, strict=True)):
         if seeded:
             found.append((Input("seed", number), graph.outputs[root].prepass.with_grad(False)))
@@ -178,7 +174,8 @@ class _Program:
         return environment
 
     def _value(self, value: Value, environment: dict[Value, Any], leaves: list[torch.Tensor]) -> Any:
-        return environment[value] if value.real is None else leaves[self.index[id(value.real)]]
+        # A value of this program may have been bound since: its producer comes first.
+        return environment[value] if value in environment else leaves[self.index[id(value.real)]]
 
     def _backward(
         self, wanted: list[torch.Tensor], leaves: list[torch.Tensor], by_input: dict[Input, torch.Tensor]

@@ -123,6 +123,9 @@ class LazyTensor(torch.Tensor):
         grad = ", requires_grad=True" if self._value.requires_grad else ""
         return f"LazyTensor({list(prepass.shape)}, dtype={prepass.dtype}, device={prepass.device}{grad}, {state})"
 
+    def __str__(self) -> str:
+        return str(realize(self._value, "str"))
+
     def run(self, detach: bool = False) -> torch.Tensor:
         """The real tensor; run if it is pending."""
         real = realize(self._value, "run")

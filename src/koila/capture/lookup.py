@@ -6,7 +6,8 @@ or autograd is asked for, else `lazy_forward`, which records the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -121,7 +122,7 @@ def _on_graph(method: Handler) -> Handler:
     def note(self: Any, *args: Any) -> Any:
         if self._value.real is not None:
             return method(self._value.real, *args)
-        hooks: dict[int, Any] = {}
+        hooks: OrderedDict[int, Any] = OrderedDict()
         handle = RemovableHandle(hooks)
         wrapped = [_while_registered(hooks, handle.id, hook) for hook in args]
         hooks.update(dict.fromkeys([handle.id], args[0] if args else None))
@@ -133,7 +134,7 @@ def _on_graph(method: Handler) -> Handler:
     return note
 
 
-def _while_registered(hooks: dict[int, Any], key: int, hook: Handler) -> Handler:
+def _while_registered(hooks: Mapping[int, Any], key: int, hook: Handler) -> Handler:
     def call(gradient: torch.Tensor) -> Any:
         return hook(gradient) if key in hooks else None
 

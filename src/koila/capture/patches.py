@@ -1,7 +1,8 @@
 """Entry points of torch that do not ask `__torch_function__`, handled on purpose.
 
-*Takes* torch. *Gives* the same torch, except that `autograd.Function.apply` and `torch.utils.checkpoint.checkpoint`
-look for lazy arguments first. Without lazy arguments both do exactly what they did.
+*Takes* torch. *Gives* the same torch, except that `autograd.Function.apply`, `torch.utils.checkpoint.checkpoint` and
+the modules with fused fast paths look for lazy arguments first, and that a module's state and an optimizer's step come
+after what is pending for them. Without anything lazy all of them do exactly what they did.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from koila.capture.recorder import Bridge, lazy_forward
+from koila.capture.recorder import Bridge, lazy_forward, recorder
 from koila.ir.tree import leaves
 
 
@@ -58,8 +60,64 @@ def _patch_checkpoint() -> None:
     torch.utils.checkpoint.checkpoint = checkpoint
 
 
+def _patch_state() -> None:
+    """Reading or replacing a module's state comes after the pending updates of its statistics."""
+    for name in ("state_dict", "load_state_dict"):
+        original = getattr(torch.nn.Module, name)
+
+        def settled(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            if recorder.effects:
+                Bridge.realizer.materialize([], "module state")
+            return _original(self, *args, **kwargs)
+
+        setattr(torch.nn.Module, name, wraps(original)(settled))
+
+
+class _WholeModule:
+    """A module that fuses its work on plain tensors: recorded as one call, its parameters among the operands."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.__name__ = self.__qualname__ = type(module).__name__
+
+    def __call__(self, state: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+        return torch.func.functional_call(self.module, state, tuple(args), kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _WholeModule) and self.module is other.module
+
+    def __hash__(self) -> int:
+        return id(self.module)
+
+
+def _patch_fast_paths() -> None:
+    """Without gradients, these modules decide by `has_torch_function` whether to fuse: let them decide in the run."""
+    for kind in (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention):
+        original = kind.forward
+
+        def forward(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            if self.training or not _has_lazy((args, kwargs)) or _differentiates(self, args, kwargs):
+                return _original(self, *args, **kwargs)
+            state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+            return lazy_forward(_WholeModule(self), state, args, kwargs)
+
+        kind.forward = wraps(original)(forward)  # type: ignore[method-assign]
+
+
+def _differentiates(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+    tensors = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in (*module.parameters(), *tensors))
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    Bridge.realizer.before_step([p for group in optimizer.param_groups for p in group["params"]])
+
+
 @cache
 def install() -> None:
     """Patch once."""
     _patch_function()
     _patch_checkpoint()
+    _patch_state()
+    _patch_fast_paths()
+    register_optimizer_step_pre_hook(_before_step)

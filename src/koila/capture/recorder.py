@@ -64,6 +64,8 @@ class Recorder(threading.local):
         self.count = 0
         self.effects: list[Node] = []
         """Nodes that write to real tensors: they run with the next run, whoever asks for it."""
+        self.tape: list[weakref.ref[Node]] = []
+        """Every recorded node that may still be pending, in order."""
         self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
         """Storages of real tensors that values or pending calls hold, by their address."""
 
@@ -72,6 +74,7 @@ class Recorder(threading.local):
         self.trie.reset_current()
         self.epoch += 1
         self.count = 0
+        self.tape = [reference for reference in self.tape if reference() is not None]
 
     def storage_of(self, operand: Value | torch.Tensor, register: bool = False) -> Storage | None:
         """The storage of an operand; a real tensor has one only if a pending call writes to it."""
@@ -230,16 +233,16 @@ def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     inference = _inference_for(func, scan, cacheable, context)
     if inference.forced is not None:
         return run_eagerly(func, scan, inference.forced)
-    if any(index not in inference.hidden_writes and is_real(scan.operands[index]) for index in inference.writes):
+    if any(index not in inference.hidden_writes and _is_seen(scan.operands[index]) for index in inference.writes):
         return run_eagerly(func, scan, "a write to a real tensor")
     if not inference.outputs and not inference.writes:
         return inference.structure
     return record(func, scan, inference, context, cacheable)
 
 
-def is_real(operand: Value | torch.Tensor) -> bool:
-    """Whether an operand is a tensor that eager code sees."""
-    return not isinstance(operand, Value)
+def _is_seen(operand: Value | torch.Tensor) -> bool:
+    """Whether eager code sees a write to an operand: it is real, or lies in the memory of a real tensor."""
+    return not isinstance(operand, Value) or operand.storage.real
 
 
 def record(func: Any, scan: Scan, inference: Inference, context: Context, cacheable: bool) -> Any:
@@ -301,6 +304,7 @@ def _note_effects(node: Node, inference: Inference) -> None:
     """Tell the storages who reads and who writes them; a write to a real one is an effect."""
     register = node.func in HIDDEN_WRITERS
     reference = weakref.ref(node)
+    recorder.tape.append(reference)
     for operand in node.operands:
         storage = recorder.storage_of(operand, register)
         if storage is not None:
@@ -317,7 +321,7 @@ def _note_effects(node: Node, inference: Inference) -> None:
         storage.requires_grad |= requires_grad
         if isinstance(operand, Value) and requires_grad:
             operand.prepass = operand.prepass.with_grad(True)
-        if storage.real and (not recorder.effects or recorder.effects[-1] is not node):
+        if storage.real and not inference.ordered and node not in recorder.effects[-1:]:
             recorder.effects.append(node)
 
 

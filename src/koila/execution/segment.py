@@ -79,8 +79,8 @@ class Segment(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: SegmentState, values: list[torch.Tensor], *leaves: torch.Tensor) -> Any:
         ctx.state = state
-        # Saved so that autograd itself refuses a second backward, and one after a leaf was changed.
-        ctx.save_for_backward(*leaves)
+        # Something saved, so that autograd itself refuses a second backward.
+        ctx.save_for_backward(torch.empty(0))
         ctx.mark_non_differentiable(*(v for v in values if not (v.is_floating_point() or v.is_complex())))
         ctx.set_materialize_grads(False)
         return tuple(values)

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
 from koila.ir.graph import Graph
-from koila.ir.node import Node, Value
 
 
 @contextmanager
@@ -62,15 +61,9 @@ def _leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def write_effects(graph: Graph, written: dict[int, torch.Tensor], effects: set[Node]) -> None:
-    """Write the new values of leaves; writes that eager hides from the version stay hidden."""
-    visible = set[int]()
-    for node in effects:
-        for index in set(node.inference.writes) - set(node.inference.hidden_writes):
-            operand = node.operands[index]
-            visible.add(id(operand.real if isinstance(operand, Value) else operand))
+def write_effects(graph: Graph, written: dict[int, torch.Tensor]) -> None:
+    """Write the new values of running statistics; eager hides these writes from the version, so koila does too."""
     for index, value in written.items():
         leaf = graph.leaves[index]
-        keep = nullcontext() if id(leaf) in visible else preserve_version(leaf)
-        with torch.no_grad(), keep:
+        with torch.no_grad(), preserve_version(leaf):
             leaf.detach().copy_(value)

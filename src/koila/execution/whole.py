@@ -6,6 +6,7 @@ own autograd: bit-identical to eager by construction. Also the executor of what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,52 +19,33 @@ from koila.ir.replay import Lookup, replay
 
 
 def written_leaves(graph: Graph) -> list[torch.Tensor]:
-    """Real tensors that the program writes to."""
-    found: dict[int, torch.Tensor] = {}
-    for node in graph.nodes:
-        for index in node.inference.writes:
-            operand = node.operands[index]
-            real = operand.real if isinstance(operand, Value) else operand
-            if real is not None and not node.inference.ordered:
-                found[id(real)] = real
-            elif isinstance(operand, Value):
-                found.update({id(leaf): leaf for leaf in graph.leaves if _lies_in(leaf, operand, graph)})
-    return list(found.values())
+    """Real tensors that the program writes to: running statistics; other writes to real tensors never wait."""
+    found = (node.operands[index] for node in graph.nodes for index in node.inference.hidden_writes)
+    reals = (operand.real if isinstance(operand, Value) else operand for operand in found)
+    return list({id(real): real for real in reals if real is not None}.values())
 
 
-def _lies_in(leaf: torch.Tensor, operand: Value, graph: Graph) -> bool:
-    """Whether a leaf shares the storage that a pending view is written through."""
-    values = (value for node in graph.nodes for value in node.values())
-    return any(value.real is leaf and value.storage is operand.storage for value in values)
-
-
-def _last_uses(graph: Graph) -> dict[Node, list[Value]]:
+def _last_uses(graph: Graph, wanted: set[Value]) -> dict[Node, list[Value]]:
     """Values that nobody needs after a node."""
-    wanted, seen, dying = set(graph.outputs), set[Value](), dict[Node, list[Value]]()
+    seen, dying = set[Value](), dict[Node, list[Value]]()
     for node in reversed(graph.nodes):
-        fresh = {value for value in node.values() if value.real is None and value not in seen}
+        fresh = {value for value in node.values() if value not in seen}
         fresh |= {out for i in range(node.num_outputs) if (out := node.output(i)) is not None and out not in seen}
         seen |= fresh
-        dying[node] = [value for value in fresh if value not in wanted and not value.is_held]
+        dying[node] = [value for value in fresh if value not in wanted]
     return dying
 
 
-def run_whole(graph: Graph, effects: set[Node]) -> dict[Value, torch.Tensor]:
-    """Replay the program; the real tensor of every value that is wanted or that the user still holds.
-
-    A write whose node is not among the due `effects` has happened in an earlier run: it goes to a copy.
-    """
+def _replay(graph: Graph, wanted: set[Value], effects: set[Node], swap: dict[int, torch.Tensor]) -> dict[Value, Any]:
+    """Replay the program with some leaves swapped; a write that is not due goes to a copy."""
     environment: dict[Value, Any] = {}
-    dying = _last_uses(graph)
+    dying = _last_uses(graph, wanted)
 
     def lookup(leaf: Any) -> Any:
-        if type(leaf) is not Value:
-            return leaf
-        return leaf.real if leaf.real is not None else environment[leaf]
-
-    def free(node: Node) -> None:
-        for value in dying[node]:
-            environment.pop(value, None)
+        if type(leaf) is Value:
+            found = environment.get(leaf)
+            leaf = leaf.real if found is None else found
+        return swap.get(id(leaf), leaf)
 
     def lookup_for(node: Node) -> Lookup:
         if node in effects or not node.inference.hidden_writes:
@@ -72,7 +54,32 @@ def run_whole(graph: Graph, effects: set[Node]) -> dict[Value, torch.Tensor]:
         copies = {id(operand): lookup(operand).clone() for operand in written}
         return lambda leaf: copies[id(leaf)] if id(leaf) in copies else lookup(leaf)
 
-    with restored_on_error(written_leaves(graph)):
-        replay(graph.nodes, environment, lookup_for, lambda node: [draw.whole() for draw in node.draws], free)
+    def free(node: Node) -> None:
+        for value in dying[node]:
+            environment.pop(value, None)
+
+    replay(graph.nodes, environment, lookup_for, lambda node: [draw.whole() for draw in node.draws], free)
+    for node in graph.nodes:
+        events.count(f"executed::{node.name}")
     events.count("nodes_executed", len(graph.nodes))
     return environment
+
+
+def run_whole(graph: Graph, wanted: set[Value], effects: set[Node]) -> dict[Value, torch.Tensor]:
+    """Replay the program on its real leaves; the tensors of the wanted values.
+
+    A write whose node is not among the due `effects` has happened in an earlier run: it goes to a copy.
+    """
+    with restored_on_error(written_leaves(graph)):
+        return _replay(graph, wanted, effects, {})
+
+
+def gradients_whole(
+    graph: Graph, roots: Sequence[Value], seeds: Sequence[torch.Tensor], wrt: Sequence[int]
+) -> list[torch.Tensor | None]:
+    """The gradients of some values by replaying the program on copies of its leaves that share their data."""
+    aliases = [graph.leaves[index].detach().requires_grad_() for index in wrt]
+    swap = {id(graph.leaves[index]): alias for index, alias in zip(wrt, aliases, strict=True)}
+    with torch.enable_grad():
+        environment = _replay(graph, set(roots), set(), swap)
+        return list(torch.autograd.grad([environment[r] for r in roots], aliases, list(seeds), allow_unused=True))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from koila.ir.prepass import Draw, PrePass
+from koila.ir.prepass import Draw, PrePass, contiguous, prepass_of
 from koila.ir.tree import map_leaves
 
 aten = torch.ops.aten
@@ -39,12 +39,11 @@ _SHIFTS = torch.arange(8, dtype=torch.uint8)
 class Source:
     """Random numbers that stand for a random operator."""
 
-    __slots__ = ("_whole", "dtype", "num_bytes", "shape", "stride")
+    __slots__ = ("_whole", "dtype", "num_bytes", "shape")
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole: torch.Tensor | None = whole
         self.shape = tuple(whole.shape)
-        self.stride = whole.stride()
         self.dtype = whole.dtype
         self.num_bytes = whole.numel() * whole.element_size()
 
@@ -56,6 +55,10 @@ class Source:
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """The positions `start:stop` of the first dimension."""
         return self.whole()[start:stop]
+
+    def prepass(self) -> PrePass:
+        """The layout of `whole()`."""
+        return prepass_of(self.whole())
 
 
 class BitSource(Source):
@@ -76,6 +79,9 @@ class BitSource(Source):
     def rows(self, start: int, stop: int) -> torch.Tensor:
         row = _numel(self.shape[1:])
         return self._unpack(start * row, stop * row).view(stop - start, *self.shape[1:])
+
+    def prepass(self) -> PrePass:
+        return contiguous(self.shape, self.dtype)
 
     def _unpack(self, start: int, stop: int) -> torch.Tensor:
         first = start // 8 * 8

@@ -7,7 +7,9 @@ Nothing here knows any operator by name except those that hide what they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +77,23 @@ def _consumes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     return given.get("training") is False
 
 
+def _state(fake: torch.Tensor) -> tuple[int, bool]:
+    """What a write changes: data, or what autograd knows (`detach_`, `requires_grad_`)."""
+    return fake._version, fake.requires_grad
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Fake tensors log a traceback for every wrong shape; eager's own error follows anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was
+
+
 def _storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
@@ -112,11 +131,11 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
             fakes = {id(operand): _operand_fake(operand, mode) for operand in operands}
             swap = lambda leaf: fakes.get(id(leaf), leaf)  # noqa: E731
             fake_args, fake_kwargs = map_leaves(args, swap), map_leaves(kwargs, swap)
-            before = {key: fake._version for key, fake in fakes.items()}
-            with watch:
+            before = {key: _state(fake) for key, fake in fakes.items()}
+            with watch, _quiet():
                 result = func(*fake_args, **fake_kwargs)
         ordered = [fakes[id(operand)] for operand in operands]
-        written = [fake._version != before[id(operand)] for operand, fake in zip(operands, ordered, strict=True)]
+        written = [_state(fake) != before[id(operand)] for operand, fake in zip(operands, ordered, strict=True)]
         return _describe(result, ordered, written, watch)
     except _NeedsData as reason:
         return Inference(None, (), forced=str(reason))

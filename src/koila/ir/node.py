@@ -134,8 +134,8 @@ class Node:
         self.sequence = next(_sequence)
         self.draws: list[Any] = []
         """One source per random operator inside the call."""
-        self.versions: tuple[tuple[int, int] | None, ...] = ()
-        """(version, data pointer) of each operand when the call was recorded; None for a pending one."""
+        self.versions: tuple[tuple[int, int, bool] | None, ...] = ()
+        """`version_of` each operand when the call was recorded; None for a pending one."""
         self.slots: tuple[float, ...] = ()
         """Python floats that are not part of the program's key, in order of appearance."""
         self.storages: list[Storage] = []
@@ -187,10 +187,10 @@ def function_name(func: Callable[..., Any]) -> str:
     return str(name).replace("TensorBase", "Tensor")
 
 
-def version_of(operand: Value | torch.Tensor) -> tuple[int, int] | None:
-    """What tells whether a real operand was changed: its version and where its data lies."""
+def version_of(operand: Value | torch.Tensor) -> tuple[int, int, bool] | None:
+    """What tells whether a real operand was changed: its version, where its data lies, whether it requires grad."""
     tensor = operand.real if isinstance(operand, Value) else operand
     if tensor is None:
         return None
     version = 0 if tensor.is_inference() else tensor._version
-    return version, tensor.data_ptr() if tensor.layout == torch.strided else 0
+    return version, tensor.data_ptr() if tensor.layout == torch.strided else 0, tensor.requires_grad

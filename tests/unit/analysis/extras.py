@@ -66,6 +66,9 @@ def pointwise() -> Iterator[tuple[Any, ...]]:
     yield aten.masked_fill.Tensor, real(3, 4), real(3, 4) > 0, torch.tensor(2.0, dtype=torch.float64)
     yield aten.masked_fill.Scalar, real(3, 3), real(3, 3) > 0, 0
     yield aten.fill.Tensor, real(3, 4), torch.tensor(2.0, dtype=torch.float64)
+    yield aten.zero.default, real(3, 4)
+    yield aten.complex.default, real(3, 4), real(3, 4)
+    yield aten.bucketize.Tensor, real(3, 4), real(5).sort().values
     yield aten.positive.default, real(3, 4)
     yield aten.logical_xor.default, real(3, 4) > 0, real(3, 4) > 0
     yield aten.hypot.default, real(3, 4), real(3, 4)
@@ -86,6 +89,8 @@ def reductions() -> Iterator[tuple[Any, ...]]:
         yield target, torch.zeros(3, 4, dtype=torch.uint8)
     for target in (aten.all.dims, aten.any.dims):
         yield target, ties > 0, [0]
+    for target in (aten.all.dim, aten.any.dim):
+        yield target, ties > 0, 0
     for order in (0, 1, 2, 3, 2.5, -1, torch.inf, -torch.inf):
         yield aten.linalg_vector_norm.default, real(4, 5), order, [0]
         yield aten.norm.Scalar, real(4, 5), order
@@ -167,10 +172,13 @@ def convolutions() -> Iterator[tuple[Any, ...]]:
     yield aten.pixel_unshuffle.default, real(3, 4, 2, 2), 2
     yield aten.channel_shuffle.default, real(3, 4, 2, 2), 2
     yield aten.grid_sampler_3d_backward.default, *grid_backward()
+    for rank, sides in ((1, [1, 1]), (3, [1] * 6)):
+        before, after = (2, 3, *[2] * rank), (2, 3, *[4] * rank)
+        for name in (f"reflection_pad{rank}d", f"replication_pad{rank}d"):
+            yield getattr(aten, name).default, real(*before), sides
+            yield getattr(aten, f"{name}_backward").default, real(*after), real(*before), sides
     yield aten.reflection_pad2d.default, real(2, 3, 4, 4), [1, 1, 1, 1]
     yield aten.reflection_pad2d_backward.default, real(2, 3, 6, 6), real(2, 3, 4, 4), [1, 1, 1, 1]
-    yield aten.replication_pad3d.default, real(2, 3, 2, 2, 2), [1] * 6
-    yield aten.replication_pad3d_backward.default, real(2, 3, 4, 4, 4), real(2, 3, 2, 2, 2), [1] * 6
 
 
 def grid_backward() -> tuple[Any, ...]:

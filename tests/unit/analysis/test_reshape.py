@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from koila.analysis.rules.view import factored
@@ -34,7 +34,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], Sliced, tuple[int, ...], int
     return tuple(shape), kind, (*into, rest), num_samples
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cuts())
 def test_reshaping_commutes_with_cutting(cut: tuple[tuple[int, ...], Sliced, tuple[int, ...], int]) -> None:
     shape, kind, into, num_samples = cut
@@ -49,7 +49,7 @@ def test_reshaping_commutes_with_cutting(cut: tuple[tuple[int, ...], Sliced, tup
         assert torch.equal(got, want)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cuts())
 def test_there_and_back(cut: tuple[tuple[int, ...], Sliced, tuple[int, ...], int]) -> None:
     shape, kind, into, num_samples = cut

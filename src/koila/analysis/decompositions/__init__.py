@@ -66,4 +66,4 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     True
     """
     borrowed = {target: function for target, function in get_decompositions(_BORROWED).items() if target in _BORROWED}
-    return {**borrowed, **_OWN}  # type: ignore[dict-item]
+    return {**borrowed, **_OWN}

@@ -41,6 +41,10 @@ def gridded(call: Call) -> Ruling | None:
     return replace(ruling, rewrite=rewrite)
 
 
+def _with_samples(call: Call) -> bool:
+    return bool(call["input"].ndim == call["weight"].ndim)
+
+
 def _batched(ndim: int) -> Callable[[Call], bool]:
     return lambda call: bool(call["self"].ndim == ndim)
 
@@ -48,8 +52,8 @@ def _batched(ndim: int) -> Callable[[Call], bool]:
 _INPUT_SIZE = ("input_size",)
 
 ROWS: dict[Any, Rule] = {
-    aten.convolution.default: letters("input=n_ weight=_ -> n_"),
-    aten.convolution_backward.default: letters("grad_output=n_ input=n_ weight=_ -> n_ _+ _+"),
+    aten.convolution.default: letters("input=n_ weight=_ -> n_", when=_with_samples),
+    aten.convolution_backward.default: letters("grad_output=n_ input=n_ weight=_ -> n_ _+ _+", when=_with_samples),
     aten.avg_pool1d.default: trailing(1),
     aten.avg_pool2d.default: trailing(2),
     aten.avg_pool2d_backward.default: trailing(2),

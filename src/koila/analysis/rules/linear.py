@@ -29,6 +29,8 @@ class Linear:
     together: tuple[str, ...] = ()
     """All of these must be sums at once."""
     when: Callable[[Call], bool] = lambda call: True
+    as_reshape: bool = False
+    """An addend need not have the strides of the sum: a view of it is a reshape."""
 
 
 def keeps_sum(call: Call, linear: Linear) -> Ruling | None:
@@ -43,7 +45,13 @@ def keeps_sum(call: Call, linear: Linear) -> Ruling | None:
         return None
     needs = {name: _needed(call[name]) for name in sums}
     results = tuple(Merged(Sum(None if r is None else narrow_dtype(r.dtype))) for r in call.results)
+    if linear.as_reshape:
+        return Ruling(needs, packed(call, results), rewrite=_reshape_arguments, target=aten.reshape.default)
     return Ruling(needs, packed(call, results))
+
+
+def _reshape_arguments(arguments: dict[str, Any], num_samples: int) -> dict[str, Any]:
+    return {"self": arguments["self"], "shape": arguments["size"]}
 
 
 def _is_sum(value: Any) -> bool:
@@ -83,6 +91,7 @@ def _floating(call: Call) -> bool:
 
 
 _SELF = Linear(each=("self",))
+_VIEW = Linear(each=("self",), as_reshape=True)
 
 LINEAR: dict[Any, Linear] = {
     aten.neg.default: _SELF,
@@ -102,8 +111,8 @@ LINEAR: dict[Any, Linear] = {
     aten.dot.default: Linear(each=("self", "tensor")),
     aten.sum.default: Linear(each=("self",), when=_not_narrower),
     aten.sum.dim_IntList: Linear(each=("self",), when=_not_narrower),
-    aten.view.default: _SELF,
-    aten._unsafe_view.default: _SELF,
+    aten.view.default: _VIEW,
+    aten._unsafe_view.default: _VIEW,
     aten.reshape.default: _SELF,
     aten.permute.default: _SELF,
     aten.transpose.int: _SELF,

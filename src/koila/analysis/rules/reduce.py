@@ -43,6 +43,13 @@ def reduced_dims(call: Call) -> set[int]:
     return dims_of(None if isinstance(dim, (tuple, list)) and not dim else dim, call["self"].ndim)
 
 
+def _reduced_shape(call: Call, dims: set[int]) -> tuple[int, ...]:
+    sizes = enumerate(call["self"].shape)
+    if call.arguments.get("keepdim"):
+        return tuple(1 if dim in dims else size for dim, size in sizes)
+    return tuple(size for dim, size in sizes if dim not in dims)
+
+
 def reduction(merge: Merge | None) -> Rule:
     """One rule for every reduction of `self`."""
 
@@ -50,6 +57,8 @@ def reduction(merge: Merge | None) -> Rule:
         operand: Operand = call["self"]
         kind, dims = operand.type, reduced_dims(call)
         if not isinstance(kind, Sliced):
+            return None
+        if any(result is None or result.shape != _reduced_shape(call, dims) for result in call.results):
             return None
         if kind.dim in dims:
             return None if merge is None else merge(call, kind, dims)

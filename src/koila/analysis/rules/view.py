@@ -118,6 +118,8 @@ def repeated(call: Call) -> Ruling | None:
     """Repeating the batch puts copies of it side by side: an outer factor."""
     kind, added = call["self"].type, call.result.ndim - call["self"].ndim
     dim = kind.dim + added
+    if call["repeats"][dim] == 0:
+        return None
     return Ruling({"self": kind}, Sliced(dim, kind.outer * call["repeats"][dim], kind.inner, kind.granule))
 
 

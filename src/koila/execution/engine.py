@@ -1,0 +1,314 @@
+"""The engine: from a demand to bound values and committed gradients.
+
+*Takes* pending values, or a backward request. *Gives* the values bound to real tensors, and gradients committed.
+
+A program runs whole (deferred eager execution) unless the budget asks for chunks. In chunks, values and gradients of a
+scalar are computed in one joint run where a backward is asked for, or where one followed the last time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from koila import events
+from koila._budget import current_budget, result_bytes
+from koila.analysis.trace import Demand
+from koila.analysis.types import Sliced
+from koila.capture.lookup import BackwardRequest
+from koila.capture.recorder import Recorder
+from koila.errors import StaleInputError
+from koila.execution.evaluation import Evaluation, connected_leaves
+from koila.execution.programs import NotSplittable, Program, Results, Selection, batch_size
+from koila.execution.segment import Demanded, Gradients, SegmentState, attach
+from koila.execution.transaction import gradients_restored_on_error, write_effects
+from koila.execution.whole import gradients_whole, run_whole
+from koila.interfaces import BatchInfo
+from koila.ir.cache import Cache
+from koila.ir.graph import Graph, collect
+from koila.ir.node import Node, Value, version_of
+from koila.ir.source import user_site
+
+Seeds = tuple[torch.Tensor | None, ...]
+
+
+class Engine:
+    """The realizer: decides how a program runs, runs it, and binds what came out."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._demanded: Cache[Demanded] = Cache("demand_cache", 256)
+        self._backs_off: set[Any] = set()
+
+    def materialize(self, values: Sequence[Value], why: str) -> None:
+        """Bind pending values to real tensors, and perform the pending effects."""
+        self._realize(values, None, whole=why == "grad_fn")
+
+    def backward(self, request: BackwardRequest) -> None:
+        """Run forward and backward, and leave the gradients where PyTorch's backward would."""
+        involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
+        self._realize(involved, request)
+        _backward_on_real(request)
+        self._recorder.new_epoch()
+
+    def before_step(self, parameters: Sequence[torch.Tensor]) -> None:
+        """An optimizer is about to change parameters: compute what the user holds and is pending on them, if it fits."""
+        nodes = [node for reference in self._recorder.tape if (node := reference()) is not None]
+        changed, due = {id(parameter) for parameter in parameters}, []
+        dependent: set[Node] = set()
+        for node in nodes:
+            reads = any(id(o) in changed for o in node.operands) or any(v.node in dependent for v in node.values())
+            if reads:
+                dependent.add(node)
+                outputs = (node.output(index) for index in range(node.num_outputs))
+                due += [v for v in outputs if v is not None and v.node is not None and v.is_held]
+        due = [value for value in due if value.prepass.num_bytes <= result_bytes()]
+        if due:
+            events.count("forced::optimizer step", site=user_site())
+            self.materialize(due, "optimizer step")
+
+    def batch_of(self, value: Value) -> BatchInfo | None:
+        """Trace and type the program behind a value; nothing is run."""
+        if value.real is not None:
+            return None if value.batch is None else BatchInfo(value.batch, value.real.shape[value.batch])
+        program = Program(collect([value], []), Demand())
+        facts = program.compiled(Selection((0,)), 1).plan.facts
+        output = next(node for node in program.joint.module.graph.nodes if node.op == "output")
+        kind = facts.types[output.args[0][0].name]
+        return BatchInfo(kind.dim, facts.num_samples) if isinstance(kind, Sliced) else None
+
+    # Deciding.
+
+    def _realize(self, values: Sequence[Value], request: BackwardRequest | None, whole: bool = False) -> None:
+        pending = [value for value in values if value.real is None or value.storage.writers]
+        effects = self._recorder.effects
+        graph = collect(pending, effects)
+        if not graph.nodes:
+            return
+        try:
+            self._run(Evaluation(graph, pending, set(effects)), request, whole)
+        except BaseException:
+            own = collect(pending, [])
+            self._drop_effects(own.nodes)
+            strangers = [node for node in effects if node not in own.positions]
+            if strangers:
+                self._perform(strangers)
+                if own.nodes:
+                    self._run(Evaluation(own, pending, set()), request, whole)
+                    return
+            raise
+
+    def _perform(self, effects: Sequence[Node]) -> None:
+        """Effects that failed together with something else: each for itself, and the failing ones are dropped."""
+        for node in effects:
+            graph = collect([], [node])
+            try:
+                self._run(Evaluation(graph, [], {node}), None, whole=True)
+            except Exception:  # Its own owner will see the error when it asks for the value.
+                events.count("effects::dropped", site=node.site)
+                self._drop_effects(graph.nodes)
+
+    def _drop_effects(self, nodes: Sequence[Node]) -> None:
+        """A run that failed leaves no writes behind that every later run would try again (Rule 4)."""
+        dropped = set(nodes) & set(self._recorder.effects)
+        self._recorder.effects = [node for node in self._recorder.effects if node not in dropped]
+        for node in dropped:
+            for storage in node.storages:
+                storage.writers = [writer for writer in storage.writers if writer is not node]
+
+    def _run(self, evaluation: Evaluation, request: BackwardRequest | None, whole: bool) -> None:
+        started = time.perf_counter()
+        evaluation.graph.check_fresh()
+        chunk_size, how = current_budget().chunk_size, "whole"
+        if chunk_size is not None and chunk_size < batch_size(evaluation.graph) and not whole:
+            try:
+                self._run_split(evaluation, request, chunk_size)
+                how = "split"
+            except NotSplittable as reason:
+                _count_fallback(str(reason))
+        if how == "whole":
+            results = run_whole(evaluation.graph, evaluation.needed, evaluation.effects)
+            self._bind(evaluation.graph, results)
+        events.count("runs")
+        events.count(f"runs::{how}")
+        events.sample("run_seconds", time.perf_counter() - started)
+
+    # The split run.
+
+    def _run_split(self, evaluation: Evaluation, request: BackwardRequest | None, chunk_size: int) -> None:
+        graph = evaluation.graph
+        _check_splittable(graph, request)
+        demand, seeds = self._demand(evaluation, request)
+        program = Program(graph, demand)
+        with_gradients = bool(demand.roots) and (request is not None or self._expects_backward(program.key))
+        selection = Selection(evaluation.fitting(), with_gradients, effects=bool(evaluation.effects))
+        if selection == Selection():
+            raise NotSplittable("only views are wanted")
+        results = program.run(selection, chunk_size, seeds)
+        write_effects(graph, results.written)
+        bound = self._attach(evaluation, program, results, seeds, chunk_size)
+        self._bind(graph, bound)
+        derived = [value for value in evaluation.derived if value.storage.real]
+        if derived:
+            views = collect(derived, [])
+            self._bind(views, run_whole(views, set(derived), set()))
+
+    def _demand(self, evaluation: Evaluation, request: BackwardRequest | None) -> tuple[Demand, Seeds]:
+        """What to differentiate: the request's roots, or a scalar that may be differentiated later."""
+        outputs = {value: index for index, value in enumerate(evaluation.graph.outputs)}
+        if request is None:
+            roots: tuple[int, ...] = evaluation.scalar_roots()
+            seeds: Seeds = (None,) * len(roots)
+        else:
+            given = zip(request.roots, request.gradients, strict=True)
+            pairs = [(outputs[root], seed) for root, seed in given if isinstance(root, Value) and root in outputs]
+            roots, seeds = tuple(root for root, _ in pairs), tuple(seed for _, seed in pairs)
+            if any(s is None and evaluation.graph.outputs[r].prepass.shape not in ((), (1,)) for r, s in pairs):
+                roots, seeds = (), ()  # Eager's own error comes from the engine, on the real value.
+        if not evaluation.wrt or not roots:
+            return Demand(), ()
+        return Demand(roots, tuple(seed is not None for seed in seeds), evaluation.wrt), seeds
+
+    def _expects_backward(self, key: Any) -> bool:
+        """Learned demand: a backward followed the last time, and no guess was wrong."""
+        last = self._demanded.get(key)
+        if last is None or key in self._backs_off:
+            return False
+        if last.guessed and not last.asked:
+            self._backs_off.add(key)
+            events.count("learned_demand::wrong")
+        return last.asked
+
+    def _attach(
+        self, evaluation: Evaluation, program: Program, results: Results, seeds: Seeds, chunk_size: int
+    ) -> dict[Value, torch.Tensor]:
+        """The outputs as ordinary tensors: those that require grad as results of autograd nodes on their leaves."""
+        graph = evaluation.graph
+        bound = {graph.outputs[index]: real for index, real in results.outputs.items()}
+        roots = program.demand.roots if results.gradients else ()
+        groups = [tuple(i for i in roots if i in results.outputs)] if roots else []
+        groups += [(i,) for i in results.outputs if graph.outputs[i].requires_grad and i not in roots]
+        for group in groups:
+            leaves = tuple(sorted({leaf for index in group for leaf in connected_leaves(graph, graph.outputs[index])}))
+            if not leaves:
+                continue
+            values = [_fresh(results.outputs[index], graph.leaves) for index in group]
+            demanded = Demanded(guessed=group[0] in roots)
+            state = SegmentState(_rerun(graph, group, leaves, chunk_size), demanded)
+            if group[0] in roots:
+                chosen = dict(zip(program.joint.wrt, results.gradients, strict=True))
+                state.held = [chosen[leaf] for leaf in leaves]
+                state.seeds = tuple(_seed(seed, value) for seed, value in zip(seeds, values, strict=True))
+                results.gradients.clear()
+            if group[0] in program.demand.roots:
+                self._demanded.add(program.key, demanded)
+            attached = attach(state, values, [graph.leaves[leaf] for leaf in leaves])
+            bound.update(zip((graph.outputs[index] for index in group), attached, strict=True))
+        return bound
+
+    # Binding.
+
+    def _bind(self, graph: Graph, results: dict[Value, torch.Tensor]) -> None:
+        """The values are real now, and what was executed is no longer pending."""
+        executed = set(graph.nodes)
+        for value, real in results.items():
+            value.bind(real)
+        storages = {v.storage for node in graph.nodes for v in node.values()}
+        storages.update(storage for node in graph.nodes for storage in node.storages)
+        storages.update(value.storage for value in results)
+        for storage in storages:
+            storage.writers = [writer for writer in storage.writers if writer not in executed]
+            storage.readers = [r for r in storage.readers if (n := r()) is not None and n not in executed]
+        left = [node for node in self._recorder.effects if node not in executed]
+        left += [w for value in results for w in value.storage.writers if w not in left and not w.inference.ordered]
+        self._recorder.effects = sorted(left, key=lambda node: node.sequence)
+        self._recorder.new_epoch()
+
+
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
+
+def _check_splittable(graph: Graph, request: BackwardRequest | None) -> None:
+    if any(node.func in _HOOKS for node in graph.nodes):
+        raise NotSplittable("hooks on lazy values see whole gradients")
+    marked = [node.operands[0] for node in graph.nodes if node.func is torch.Tensor.requires_grad_]
+    if any(isinstance(value, Value) and value.is_held for value in marked):
+        raise NotSplittable("requires_grad_() on a lazy value makes a leaf that collects its own gradient")
+    if request is not None and request.create_graph:
+        raise NotSplittable("create_graph=True needs the graph of the whole run")
+
+
+def _count_fallback(reason: str) -> None:
+    site = str(user_site())
+    events.count(f"fallback::{reason}", site=site)
+    events.emit(events.Fallback("split run", reason, site))
+
+
+def _seed(given: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(value) if given is None else given
+
+
+def _fresh(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A result that is not an input of the program itself: autograd's node must own its outputs."""
+    storage = value.untyped_storage()._cdata
+    return value.clone() if any(leaf.untyped_storage()._cdata == storage for leaf in leaves) else value
+
+
+def _rerun(graph: Graph, outputs: tuple[int, ...], leaves: tuple[int, ...], chunk_size: int) -> Any:
+    """The gradients of a segment by running its program again in chunks, for any gradients of its outputs."""
+    versions = [version_of(leaf) for leaf in graph.leaves]
+
+    def gradients(incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        events.count("segment::rerun")
+        if [version_of(leaf) for leaf in graph.leaves] != versions:
+            raise StaleInputError(
+                "an input was changed after the forward pass and before the backward pass that needs it again",
+                where=f"recorded at {graph.nodes[0].site}",
+                hint="change it after backward(), or call backward() before anything asks for the value",
+            )
+        roots = tuple(index for index, g in zip(outputs, incoming, strict=True) if g is not None)
+        seeds = tuple(g for g in incoming if g is not None)
+        try:
+            return _gradients_split(graph, roots, seeds, leaves, chunk_size)
+        except NotSplittable as reason:
+            _count_fallback(str(reason))
+            return gradients_whole(graph, [graph.outputs[root] for root in roots], seeds, leaves)
+
+    return gradients
+
+
+def _gradients_split(
+    graph: Graph, roots: tuple[int, ...], seeds: tuple[torch.Tensor, ...], leaves: tuple[int, ...], chunk_size: int
+) -> Gradients:
+    wrt = tuple(index for index, leaf in enumerate(graph.leaves) if leaf.requires_grad)
+    scalar = len(roots) == 1 and seeds[0].numel() == 1
+    program = Program(graph, Demand(roots, (False,) if scalar else (True,) * len(roots), wrt))
+    found = program.run(Selection((), gradients=True), chunk_size, seeds).gradients
+    if scalar and float(seeds[0]) != 1.0:
+        for gradient in found:
+            if gradient is not None:
+                gradient.mul_(seeds[0])
+    chosen = dict(zip(wrt, found, strict=True))
+    return [chosen[leaf] for leaf in leaves]
+
+
+def _real(tensor: Value | torch.Tensor) -> torch.Tensor:
+    real = tensor.real if isinstance(tensor, Value) else tensor
+    assert real is not None
+    return real
+
+
+def _backward_on_real(request: BackwardRequest) -> None:
+    roots = [_real(root) for root in request.roots]
+    inputs = None if request.inputs is None else [_real(tensor) for tensor in request.inputs]
+    with gradients_restored_on_error(roots, inputs):
+        torch.autograd.backward(
+            roots,
+            request.gradients,
+            retain_graph=request.retain_graph,
+            create_graph=request.create_graph,
+            inputs=inputs,
+        )

@@ -1,0 +1,37 @@
+"""A fixed sample of the conformance suites, chosen by hash; `./scripts/conformance` runs all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.conformance.choice import number_of
+from tests.conformance.run import run_suite
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # The databases call what torch deprecates.
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("suite", "chunks", "one_in"),
+    [
+        ("ops", (), 4),
+        ("ops", ("1", "uneven"), 10),
+        ("modules", (), 3),
+        ("modules", ("1", "uneven"), 8),
+    ],
+    ids=["ops whole", "ops split", "modules whole", "modules split"],
+)
+def test_a_sample_equals_eager(suite: str, chunks: tuple[str, ...], one_in: int) -> None:
+    found = run_suite(suite, chunks, keep=lambda name: number_of(name) % one_in == 0, verbose=False)
+    assert found.equal()
+    assert not found.wrong(), "\n".join(found.lines())
