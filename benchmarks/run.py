@@ -78,7 +78,9 @@ def chunks(rounds: int) -> None:
         task = make()
         peaks = {way.name: peak_bytes(way, task) for way in WAYS}
         columns[name] = peaks, time_ratios(task, rounds)
-    print(f"batch of {BATCH}, float32, torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
+    print(
+        f"batch of {BATCH}, float32, torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
+    )
     print("peak: bytes of tensors above the gradients; time: a step over eager's, median of interleaved rounds\n")
     print("| chunk size | " + " | ".join(f"{name} peak | {name} time" for name in TASKS) + " |")
     print("|---" * (1 + 2 * len(TASKS)) + "|")
@@ -91,7 +93,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
     parser.add_argument("measurement", choices=["chunks"])
     parser.add_argument("--rounds", type=int, default=7, help="rounds of interleaved steps for the times")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch; one is disturbed least by neighbours")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     chunks(arguments.rounds)
 
 

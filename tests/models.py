@@ -57,7 +57,13 @@ class GPT(nn.Module):
     """A decoder whose head shares its weight with the embedding."""
 
     def __init__(
-        self, vocabulary: int = 31, context: int = 8, width: int = 16, heads: int = 2, layers: int = 2, dropout: float = 0.1
+        self,
+        vocabulary: int = 31,
+        context: int = 8,
+        width: int = 16,
+        heads: int = 2,
+        layers: int = 2,
+        dropout: float = 0.1,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
@@ -67,6 +73,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -136,7 +143,9 @@ class Vision(Task):
         return (logits.argmax(1) == batch[1]).sum()
 
 
-def language(batch: int, dtype: torch.dtype, steps: int = 1, context: int = 8, vocabulary: int = 31, **sizes: Any) -> Language:
+def language(
+    batch: int, dtype: torch.dtype, steps: int = 1, context: int = 8, vocabulary: int = 31, **sizes: Any
+) -> Language:
     """A GPT and batches that count up in steps of one to three; the second sample of each batch is nothing but padding."""
     torch.manual_seed(0)
     model = GPT(vocabulary, context, **sizes).to(dtype)

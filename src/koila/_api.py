@@ -20,7 +20,7 @@ from koila.capture.inputs import make_lazy
 from koila.capture.lazy import LazyTensor
 from koila.capture.recorder import Bridge, recorder
 from koila.execution.engine import Engine
-from koila.execution.programs import NotSplittable, Program, batch_size, forget_plans
+from koila.execution.programs import NotSplittable, Program, forget_plans
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Value
 from koila.ir.source import user_site
@@ -105,7 +105,7 @@ def stream(value: LazyTensor, chunk_size: int | None = None) -> Iterator[torch.T
     found = collect([value._value], [])
     size = chunk_size or current_budget().chunk_size or 1
     try:
-        if value._value.real is None and batch_size(found) > size:
+        if value._value.real is None and found.num_samples > size:
             found.check_fresh()
             yield from Program(found, Demand()).stream(0, size)
             return

@@ -1,6 +1,6 @@
 """Architectures of transformers from small configs, with random weights and random data.
 
-*Takes* a batch size. *Gives* models in train mode with dropout on, their inputs and losses.
+*Takes* nothing. *Gives* `ARCHITECTURES`: how to make each model, its inputs and its loss.
 """
 
 from __future__ import annotations
@@ -9,11 +9,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import transformers as hf
 
-Inputs = dict[str, Any]
-VOCABULARY, LENGTH, WIDTH, HEADS, FEED = 29, 7, 16, 2, 24
+from tests.conformance.model_data import (
+    VOCABULARY,
+    Inputs,
+    asked,
+    classified_text,
+    image,
+    matched,
+    pairs,
+    patches,
+    pictured,
+    pixels,
+    question,
+    segmented,
+    series,
+    spectra,
+    spectrogram,
+    spoken,
+    squares,
+    text,
+    unmasked_text,
+    wave,
+)
+
+WIDTH, HEADS, FEED = 16, 2, 24
 
 
 @dataclass(frozen=True)
@@ -28,116 +49,11 @@ class Architecture:
     loss: Callable[[Any], Any] = lambda outputs: outputs["loss"]
 
 
-# Data.
-
-
-def _ids(batch: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> torch.Tensor:
-    return torch.randint(3, vocabulary, (batch, length))
-
-
-def _mask(batch: int, length: int = LENGTH) -> torch.Tensor:
-    """Padded at the right: rows of different lengths."""
-    lengths = torch.arange(batch) % 3
-    return (torch.arange(length) < (length - lengths).unsqueeze(1)).long()
-
-
-def text(batch: int) -> Inputs:
-    """Tokens with padding; padded labels are ignored."""
-    ids, mask = _ids(batch), _mask(batch)
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def unmasked_text(batch: int) -> Inputs:
-    ids = _ids(batch)
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def classified_text(batch: int) -> Inputs:
-    return {"input_ids": _ids(batch), "attention_mask": _mask(batch), "labels": torch.arange(batch) % 3}
-
-
-def question(batch: int) -> Inputs:
-    spans = {"start_positions": torch.arange(batch) % 3, "end_positions": 3 + torch.arange(batch) % 2}
-    return {"input_ids": _ids(batch), "attention_mask": _mask(batch), **spans}
-
-
-def pairs(batch: int) -> Inputs:
-    """Source and target of a sequence-to-sequence model."""
-    return {"input_ids": _ids(batch), "attention_mask": _mask(batch), "labels": _ids(batch, 5)}
-
-
-def image(size: int) -> Callable[[int], Inputs]:
-    return lambda batch: {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.arange(batch) % 3}
-
-
-def segmented(size: int, labels: int) -> Callable[[int], Inputs]:
-    return lambda batch: {
-        "pixel_values": torch.randn(batch, 3, size, size),
-        "labels": torch.randint(0, 3, (batch, labels, labels)),
-    }
-
-
-def pixels(size: int) -> Callable[[int], Inputs]:
-    return lambda batch: {"pixel_values": torch.randn(batch, 3, size, size)}
-
-
-def wave(batch: int) -> Inputs:
-    return {"input_values": torch.randn(batch, 400), "labels": torch.arange(batch) % 3}
-
-
-def spoken(batch: int) -> Inputs:
-    return {"input_values": torch.randn(batch, 400), "labels": torch.randint(1, 12, (batch, 3))}
-
-
-def spectrogram(batch: int) -> Inputs:
-    return {"input_features": torch.randn(batch, 8, 20), "labels": _ids(batch, 5)}
-
-
-def captioned(size: int) -> Callable[[int], Inputs]:
-    return lambda batch: {
-        "input_ids": _ids(batch),
-        "attention_mask": _mask(batch),
-        "pixel_values": torch.randn(batch, 3, size, size),
-    }
-
-
-def series(batch: int) -> Inputs:
-    return {
-        "past_values": torch.rand(batch, 15),
-        "past_time_features": torch.randn(batch, 15, 1),
-        "past_observed_mask": torch.ones(batch, 15),
-        "future_values": torch.rand(batch, 4),
-        "future_time_features": torch.randn(batch, 4, 1),
-    }
-
-
-def patches(batch: int) -> Inputs:
-    return {"past_values": torch.randn(batch, 16, 2), "future_values": torch.randn(batch, 4, 2)}
-
-
-# Losses of models that have none of their own here.
-
-
-def squares(*names: str) -> Callable[[Any], Any]:
-    """The mean square of some results."""
-
-    def loss(outputs: Any) -> Any:
-        total = outputs[names[0]].square().mean()
-        for name in names[1:]:
-            total = total + outputs[name].square().mean()
-        return total
-
-    return loss
-
-
-# Configs.
-
-
 def _llama_like(config: Any, **more: Any) -> Any:
     return config(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=FEED, num_hidden_layers=2, num_attention_heads=HEADS,
-        num_key_value_heads=1, max_position_embeddings=32, attention_dropout=0.1, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, **more,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=FEED, num_hidden_layers=2,
+        num_attention_heads=HEADS, num_key_value_heads=1, max_position_embeddings=32, attention_dropout=0.1,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, **more,
     )  # fmt: skip
 
 
@@ -216,22 +132,14 @@ def _llava() -> Any:
     return hf.LlavaForConditionalGeneration(config)
 
 
-def _llava_inputs(batch: int) -> Inputs:
-    ids = torch.cat([torch.full((batch, 4), 2), _ids(batch)], 1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone(),
-            "pixel_values": torch.randn(batch, 3, 8, 8)}  # fmt: skip
-
-
-def _vilt_inputs(batch: int) -> Inputs:
-    return {**captioned(8)(batch), "labels": torch.rand(batch, 3)}
-
-
 ARCHITECTURES: dict[str, Architecture] = {
     # Decoders.
     "gpt2": Architecture("decoder", lambda: hf.GPT2LMHeadModel(hf.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=HEADS, bos_token_id=1, eos_token_id=2)), text),
+        vocab_size=VOCABULARY, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=HEADS, bos_token_id=1,
+        eos_token_id=2)), text),
     "llama": Architecture("decoder", lambda: hf.LlamaForCausalLM(_llama_like(hf.LlamaConfig)), text),
-    "mistral": Architecture("decoder", lambda: hf.MistralForCausalLM(_llama_like(hf.MistralConfig, sliding_window=4)), text),
+    "mistral": Architecture("decoder", lambda:
+        hf.MistralForCausalLM(_llama_like(hf.MistralConfig, sliding_window=4)), text),
     "qwen2": Architecture("decoder", lambda: hf.Qwen2ForCausalLM(_llama_like(hf.Qwen2Config)), text),
     "qwen3": Architecture("decoder", lambda: hf.Qwen3ForCausalLM(_llama_like(hf.Qwen3Config, head_dim=8)), text),
     "gemma": Architecture("decoder", lambda: hf.GemmaForCausalLM(_llama_like(hf.GemmaConfig, head_dim=8)), text),
@@ -241,18 +149,22 @@ ARCHITECTURES: dict[str, Architecture] = {
         vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, ffn_dim=FEED, num_attention_heads=HEADS,
         max_position_embeddings=32, word_embed_proj_dim=WIDTH, layerdrop=0.0, pad_token_id=0)), text),
     "bloom": Architecture("decoder", lambda: hf.BloomForCausalLM(hf.BloomConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=HEADS, hidden_dropout=0.1, attention_dropout=0.1)), text),
+        vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=HEADS, hidden_dropout=0.1,
+        attention_dropout=0.1)), text),
     "gpt_neox": Architecture("decoder", lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=FEED,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS,
+        intermediate_size=FEED,
         max_position_embeddings=32, hidden_dropout=0.1, attention_dropout=0.1)), text),
     # Encoders.
     "bert": Architecture("encoder", lambda: hf.BertForMaskedLM(_bert_like(hf.BertConfig)), text),
-    "roberta": Architecture("encoder", lambda: hf.RobertaForSequenceClassification(_bert_like(hf.RobertaConfig)), classified_text),
+    "roberta": Architecture("encoder", lambda:
+        hf.RobertaForSequenceClassification(_bert_like(hf.RobertaConfig)), classified_text),
     "distilbert": Architecture("encoder", lambda: hf.DistilBertForTokenClassification(hf.DistilBertConfig(
         vocab_size=VOCABULARY, dim=WIDTH, n_layers=2, n_heads=HEADS, hidden_dim=FEED, max_position_embeddings=32,
         num_labels=VOCABULARY)), text),
     "albert": Architecture("encoder", lambda: hf.AlbertForQuestionAnswering(_bert_like(
-        hf.AlbertConfig, num_labels=2, embedding_size=8, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)), question),
+        hf.AlbertConfig, num_labels=2, embedding_size=8, hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1)), question),
     "electra": Architecture("encoder", lambda: hf.ElectraForSequenceClassification(_bert_like(
         hf.ElectraConfig, embedding_size=8)), classified_text),
     "deberta_v2": Architecture("encoder", lambda: hf.DebertaV2ForMaskedLM(_bert_like(
@@ -261,15 +173,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         hf.ModernBertConfig, local_attention=4, attention_dropout=0.1, mlp_dropout=0.1)), text),
     # Encoder-decoders.
     "t5": Architecture("encoder-decoder", lambda: hf.T5ForConditionalGeneration(hf.T5Config(
-        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=FEED, num_layers=2, num_heads=HEADS, decoder_start_token_id=0,
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=FEED, num_layers=2, num_heads=HEADS,
+        decoder_start_token_id=0,
         pad_token_id=0)), pairs),
     "bart": Architecture("encoder-decoder", lambda: hf.BartForConditionalGeneration(_bart_like(hf.BartConfig)), pairs),
-    "mbart": Architecture("encoder-decoder", lambda: hf.MBartForConditionalGeneration(_bart_like(hf.MBartConfig)), pairs),
-    "pegasus": Architecture("encoder-decoder", lambda: hf.PegasusForConditionalGeneration(_bart_like(hf.PegasusConfig)), pairs),
+    "mbart": Architecture("encoder-decoder", lambda:
+        hf.MBartForConditionalGeneration(_bart_like(hf.MBartConfig)), pairs),
+    "pegasus": Architecture("encoder-decoder", lambda:
+        hf.PegasusForConditionalGeneration(_bart_like(hf.PegasusConfig)), pairs),
     # Vision.
     "vit": Architecture("vision", lambda: hf.ViTForImageClassification(_vit_like(hf.ViTConfig)), image(8)),
     "deit": Architecture("vision", lambda: hf.DeiTForImageClassification(_vit_like(hf.DeiTConfig)), image(8)),
-    "beit": Architecture("vision", lambda: hf.BeitForImageClassification(_vit_like(hf.BeitConfig, drop_path_rate=0.2)), image(8)),
+    "beit": Architecture("vision", lambda:
+        hf.BeitForImageClassification(_vit_like(hf.BeitConfig, drop_path_rate=0.2)), image(8)),
     "dinov2": Architecture("vision", lambda: hf.Dinov2ForImageClassification(_vit_like(
         hf.Dinov2Config, drop_path_rate=0.2)), image(8)),
     "swin": Architecture("vision", lambda: hf.SwinForImageClassification(hf.SwinConfig(
@@ -293,24 +209,23 @@ ARCHITECTURES: dict[str, Architecture] = {
         patch_size=4, num_detection_tokens=3, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
         use_mid_position_embeddings=True)), pixels(8), squares("logits", "pred_boxes")),
     # Speech.
-    "wav2vec2": Architecture("speech", lambda: hf.Wav2Vec2ForSequenceClassification(_speech_like(hf.Wav2Vec2Config)), wave),
+    "wav2vec2": Architecture("speech", lambda:
+        hf.Wav2Vec2ForSequenceClassification(_speech_like(hf.Wav2Vec2Config)), wave),
     "wav2vec2_ctc": Architecture("speech", lambda: hf.Wav2Vec2ForCTC(_speech_like(hf.Wav2Vec2Config)), spoken),
     "hubert": Architecture("speech", lambda: hf.HubertForSequenceClassification(_speech_like(hf.HubertConfig)), wave),
     "whisper": Architecture("speech", lambda: hf.WhisperForConditionalGeneration(_bart_like(
         hf.WhisperConfig, num_mel_bins=8, max_source_positions=10, max_target_positions=16)), spectrogram),
     "ast": Architecture("speech", lambda: hf.ASTForAudioClassification(hf.ASTConfig(
         hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=FEED, patch_size=4,
-        max_length=16, num_mel_bins=8, frequency_stride=4, time_stride=4, hidden_dropout_prob=0.1, num_labels=3)),
-        lambda batch: {"input_values": torch.randn(batch, 16, 8), "labels": torch.arange(batch) % 3}),
+        max_length=16, num_mel_bins=8, frequency_stride=4, time_stride=4, hidden_dropout_prob=0.1,
+        num_labels=3)), spectra),
     # Multimodal.
-    "clip": Architecture("multimodal", lambda: hf.CLIPModel(hf.CLIPConfig(**_clip_parts())),
-                         lambda batch: {**captioned(8)(batch), "return_loss": True}),
+    "clip": Architecture("multimodal", lambda: hf.CLIPModel(hf.CLIPConfig(**_clip_parts())), matched),
     "siglip": Architecture("multimodal", lambda: hf.SiglipModel(hf.SiglipConfig(**{
-        key: value for key, value in _clip_parts().items() if key != "projection_dim"})), 
-        lambda batch: {**captioned(8)(batch), "return_loss": True}),
+        key: value for key, value in _clip_parts().items() if key != "projection_dim"})), matched),
     "vilt": Architecture("multimodal", lambda: hf.ViltForQuestionAnswering(_vit_like(
-        hf.ViltConfig, vocab_size=VOCABULARY, max_position_embeddings=32, max_image_length=-1)), _vilt_inputs),
-    "llava": Architecture("multimodal", _llava, _llava_inputs),
+        hf.ViltConfig, vocab_size=VOCABULARY, max_position_embeddings=32, max_image_length=-1)), asked),
+    "llava": Architecture("multimodal", _llava, pictured),
     # Mixture of experts.
     "mixtral": Architecture("mixture of experts", lambda: hf.MixtralForCausalLM(_llama_like(
         hf.MixtralConfig, num_local_experts=3, num_experts_per_tok=2, output_router_logits=True)), text),
@@ -318,12 +233,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         hf.Qwen2MoeConfig, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8,
         shared_expert_intermediate_size=8)), text),
     "switch_transformers": Architecture("mixture of experts", lambda: hf.SwitchTransformersForConditionalGeneration(
-        hf.SwitchTransformersConfig(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=FEED, num_layers=2, num_heads=HEADS,
+        hf.SwitchTransformersConfig(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=FEED, num_layers=2,
+        num_heads=HEADS,
         num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, expert_capacity=8,
         decoder_start_token_id=0, pad_token_id=0)), pairs),
     # State space.
     "mamba": Architecture("state space", lambda: hf.MambaForCausalLM(hf.MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4, num_hidden_layers=2, expand=2, time_step_rank=2)), unmasked_text),
+        vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4, num_hidden_layers=2, expand=2,
+        time_step_rank=2)), unmasked_text),
     "mamba2": Architecture("state space", lambda: hf.Mamba2ForCausalLM(hf.Mamba2Config(
         vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4, num_hidden_layers=1, expand=2, num_heads=4, head_dim=8,
         n_groups=1, chunk_size=4)), unmasked_text),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,12 +43,29 @@ def _results(outputs: Any) -> dict[str, Any]:
     return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _program(architecture: Architecture, dtype: torch.dtype) -> Program:
     torch.manual_seed(SEED)
     model = architecture.model().train().to(dtype)
+    if dtype == torch.float64 and architecture.kind == "mixture of experts":
+        model.set_experts_implementation("batched_mm")  # torch's grouped matmul has no float64.
+
+    def call(found: Any) -> Any:
+        with _default_dtype(dtype):
+            return _results(model(**found))
+
     inputs = {name: _to(value, dtype) for name, value in architecture.inputs(BATCH).items()}
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return Program(inputs, lambda found: _results(model(**found)), state, architecture.loss)
+    return Program(inputs, call, state, architecture.loss)
 
 
 def all_trials(

@@ -31,9 +31,7 @@ def has_cpu_dtype(info: Any) -> bool:
 
 def _inputs_of(info: Any, dtype: torch.dtype, training: bool) -> list[Any]:
     torch.manual_seed(number_of(info.name))
-    return list(
-        info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
-    )
+    return list(info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training))
 
 
 def _program(info: Any, dtype: torch.dtype, training: bool, chosen: Any) -> Program:

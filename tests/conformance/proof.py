@@ -24,7 +24,8 @@ def is_proved(outputs: Any) -> bool:
     graph = collect(pending, [])
     joint = Program(graph, Demand()).joint
     facts = analyse(joint, graph.batches, batch_size(graph), set(range(len(pending))))
-    cut = {node for node, found in zip(_placeholders(joint), joint.inputs, strict=True) if _is_cut(found, graph.batches)}
+    inputs = zip(_placeholders(joint), joint.inputs, strict=True)
+    cut = {node for node, found in inputs if _is_cut(found, graph.batches)}
     return any(_holds(item, cut) for item in facts.results if item is not None)
 
 

@@ -22,8 +22,8 @@ from tests.conformance.report import Suite
 from tests.conformance.trial import Trial, Verdict, check_split, check_whole, chunk_sizes, reference_of
 
 RESULTS = Path(__file__).parent.parent / "results"
-TRIAL_SECONDS = 30.0
-"""How long one trial may take."""
+TRIAL_SECONDS = {"ops": 30.0, "modules": 30.0, "models": 120.0}
+"""How long one run of one trial may take."""
 
 
 def split_verdicts(trial: Trial, cuts: Iterable[tuple[int, tuple[int | None, ...]]], chunks: Sequence[str],
@@ -46,8 +46,11 @@ def split_verdicts(trial: Trial, cuts: Iterable[tuple[int, tuple[int | None, ...
 class Runner:
     """Goes through the entries of one suite."""
 
-    def __init__(self, suite: Suite, chunks: Sequence[str], limit_seconds: float, verbose: bool = True) -> None:
-        self.suite, self.chunks, self.limit_seconds, self.verbose = suite, chunks, limit_seconds, verbose
+    def __init__(
+        self, suite: Suite, chunks: Sequence[str], limit_seconds: float, trial_seconds: float, verbose: bool = True
+    ) -> None:
+        self.suite, self.chunks, self.verbose = suite, chunks, verbose
+        self.limit_seconds, self.trial_seconds = limit_seconds, trial_seconds
 
     def entry(self, name: str, trials: Iterable[Trial], cuts: object) -> None:
         """All trials of an entry, within its time."""
@@ -59,9 +62,9 @@ class Runner:
                     self.suite.cut_short[name] = f"{number} trials in {self.limit_seconds:.0f} s"
                     break
                 if self.chunks:
-                    verdicts += split_verdicts(trial, cuts(trial), self.chunks, TRIAL_SECONDS)  # type: ignore[operator]
+                    verdicts += split_verdicts(trial, cuts(trial), self.chunks, self.trial_seconds)  # type: ignore[operator]
                 else:
-                    verdicts.append(check_whole(trial, TRIAL_SECONDS))
+                    verdicts.append(check_whole(trial, self.trial_seconds))
         except Exception as error:
             self.suite.apart[name] = f"the database raises {type(error).__name__}: {str(error)[:100]}"
         if not verdicts:
@@ -82,7 +85,7 @@ def run_suite(name: str, chunks: Sequence[str] = (), full: bool = False, only: s
     source = importlib.import_module(f"tests.conformance.{name}")
     found = source.entries()
     suite = Suite(name + (" " + ",".join(chunks) if chunks else ""), len(found), splits=bool(chunks))
-    runner = Runner(suite, chunks, limit_seconds, verbose)
+    runner = Runner(suite, chunks, limit_seconds, TRIAL_SECONDS[name], verbose)
     for entry_name, entry in found.items():
         if only is not None and not fnmatch.fnmatchcase(entry_name, only):
             continue

@@ -34,8 +34,9 @@ from tests.conformance.trees import (
 )
 
 ASKED = {
-    "item", "tolist", "numpy", "data_ptr", "untyped_storage", "storage", "__bool__", "__int__", "__float__", "__index__",
-    "__complex__", "__array__", "format", "run", "to_tensor", "grad_fn", "pickle", "deepcopy", "assignment of a gradient",
+    "item", "tolist", "numpy", "data_ptr", "untyped_storage", "storage", "__bool__", "__int__", "__float__",
+    "__index__", "__complex__", "__array__", "format", "run", "to_tensor", "grad_fn", "pickle", "deepcopy",
+    "assignment of a gradient",
 }  # fmt: skip
 """What a program does when it asks for data itself."""
 SEED = 1234
@@ -343,7 +344,12 @@ def chunk_sizes(names: Sequence[str], num_samples: int) -> list[int]:
 
 
 def check_split(
-    trial: Trial, batches: Sequence[int | None], chunk_size: int, seconds: float, reference: tuple[Seen, bool], prove: bool
+    trial: Trial,
+    batches: Sequence[int | None],
+    chunk_size: int,
+    seconds: float,
+    reference: tuple[Seen, bool],
+    prove: bool,
 ) -> Verdict:
     """One cut: equal up to the order of summation."""
     verdict = Verdict(f"{trial.label} batch={_shown(batches)} chunk={chunk_size}")

@@ -20,7 +20,9 @@ TASKS: dict[str, Callable[[torch.dtype], Task]] = {
     "gpt, all sizes equal": lambda dtype: language(
         BATCH, dtype, STEPS, context=BATCH, vocabulary=BATCH, heads=BATCH, width=BATCH * 2, layers=1
     ),
-    "cnn, all sizes equal": lambda dtype: vision(BATCH, dtype, STEPS, size=BATCH, classes=BATCH, channels=BATCH, layers=2),
+    "cnn, all sizes equal": lambda dtype: vision(
+        BATCH, dtype, STEPS, size=BATCH, classes=BATCH, channels=BATCH, layers=2
+    ),
 }
 
 

@@ -117,7 +117,10 @@ def check(
     backward: bool = True,
     seed: int = 0,
 ) -> None:
-    """Compare koila with eager at every chunk size; `whole` says why the run may fall back."""
+    """Compare koila with eager at every chunk size.
+
+    `whole` says why the run may fall back; `batch` is that of `koila.lazy`, or makes the inputs lazy by itself.
+    """
     for size in sizes:
         expected = observe(program, make_inputs, module, size, None, batch, backward, seed)
         for chunk in chunks or ((1, 2, 3, size.B) if size.B > 4 else (1, 3)):
@@ -148,7 +151,7 @@ def observe(
     if chunk is None:
         outputs = _call(program, net, inputs, backward)
     else:
-        lazies = koila.lazy(*inputs, batch=batch)
+        lazies = batch(*inputs) if callable(batch) else koila.lazy(*inputs, batch=batch)
         with koila.budget(chunk_size=chunk):
             outputs = koila.run(_call(program, net, lazies if len(inputs) > 1 else (lazies,), backward), detach=True)
             koila.settle()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import koila
 from tests.exactness.cases import EVEN, Case, Sizes, check, table, verify
 
 
@@ -158,8 +160,21 @@ class _Dino(nn.Module):
         with torch.no_grad():
             teacher = self.teacher(b)
             target = ((teacher - self.center) / 0.04).softmax(-1)
-            self.center.mul_(0.9).add_(teacher.sum(0, keepdim=True) / b.shape[0] * 0.1)
+            self.update(teacher.mean(0, keepdim=True))
         return -(target * (self.student(a) / 0.1).log_softmax(-1)).sum(-1).mean()
+
+    def update(self, mean: torch.Tensor) -> None:
+        self.center = self.center * 0.9 + mean * 0.1
+
+
+class _DinoCopied(_Dino):
+    def update(self, mean: torch.Tensor) -> None:
+        self.center.copy_(self.center * 0.9 + mean * 0.1)
+
+
+class _DinoInPlace(_Dino):
+    def update(self, mean: torch.Tensor) -> None:
+        self.center.mul_(0.9).add_(mean, alpha=0.1)
 
 
 def _sinkhorn(net: nn.Module, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -198,6 +213,7 @@ def _called(net: nn.Module, *inputs: torch.Tensor) -> Any:
     _row("mining by argsort over the batch", _hard_argsort, _labelled),
     _row("mining by sort over the batch", _hard_sort, _labelled),
     _row("DINO centering", _called, module=_Dino),
+    _row("DINO centering, copied", _called, module=_DinoCopied),
     _row("Sinkhorn assignment", _sinkhorn),
     _row("Barlow Twins", _barlow),
     _row("VICReg", _vicreg),
@@ -221,3 +237,12 @@ def test_attention_over_the_batch() -> None:
         lambda net, a, b: F.scaled_dot_product_attention(net(a)[None], net(b)[None], net(b)[None])[0],
         _views, _encoder,
     )  # fmt: skip
+
+
+def test_dino_center_changed_behind_the_recorded_program() -> None:
+    """Rule 5: `buffer.mul_(0.9)` has no lazy operand, and a recorded operation still has to read the buffer."""
+    s = Sizes()
+    net = _DinoInPlace(s).double()
+    a, b = koila.lazy(*_views(s))
+    with koila.budget(chunk_size=2), pytest.raises(koila.StaleInputError, match="changed after the call was recorded"):
+        net(a, b).backward()

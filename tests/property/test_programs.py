@@ -46,7 +46,7 @@ def test_the_generator_is_deterministic() -> None:
 
 
 def test_a_wrong_number_is_found_and_reduced() -> None:
-    """The test of the test: a sum that forgets all but the first chunk."""
+    """The test of the test: a program that adds one if koila runs it."""
     program = Program(
         seed=0,
         batch=3,

@@ -58,7 +58,7 @@ def run(
     """Run a program on copies of its data."""
     inputs, tensors = _copies(program.inputs, perturb), _copies(program.tensors, perturb)
     torch.manual_seed(program.seed)
-    given = dict(zip(inputs, koila.lazy(*inputs.values()), strict=True)) if lazy else inputs
+    given = koila.lazy(inputs) if lazy else inputs
     with koila.budget(chunk_size=chunk_size), torch.set_grad_enabled(program.mode != "inference"):
         values = _function(program)(**given, **tensors)
         found = _finish(program, values)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from koila import events
 from koila.analysis.rules import rule_for
 from koila.analysis.ruling import Call, Operand, Ruling
 from koila.analysis.trace import Input, Joint
@@ -137,7 +138,13 @@ class _Typing:
     def _ruling(self, node: fx.Node) -> Ruling | None:
         rule = rule_for(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
         call = None if rule is None else self._describe(node)
-        return None if call is None or rule is None else rule(call)
+        if call is None or rule is None:
+            return None
+        try:
+            return rule(call)
+        except Exception as error:  # A faulty rule costs memory, never correctness (Rule 3).
+            events.count(f"rule_error::{node.target}: {type(error).__name__}: {error}")
+            return None
 
     def _describe(self, node: fx.Node) -> Call | None:
         results = node.meta.get("val")

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from koila import events
 from koila.analysis.decompositions import decompositions
+from koila.analysis.positions import pick_by_position
 from koila.errors import AnalysisError
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Value
@@ -236,6 +237,8 @@ def trace(graph: Graph, demand: Demand) -> Joint:
     if any(_is_mutable(node) for node in module.graph.nodes):
         module = _functionalise(module, fakes, mode)
     _simplify(module)
+    positions = [Input("leaf", number) for number in graph.counting]
+    pick_by_position(module.graph, [n for n, i in zip(module.graph.nodes, inputs, strict=False) if i in positions])
     _check_functional(module)
     events.count("traces")
     pinned = _place_slots(module, program.marks, graph)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from koila import events
 from koila.interfaces import Realizer
 from koila.ir.draws import draw
-from koila.ir.infer import compute_shape, infer
+from koila.ir.infer import HIDDEN_WRITERS, compute_shape, infer
 from koila.ir.node import Node, Storage, Value, function_name, version_of
 from koila.ir.prepass import Inference, Output, PrePass, prepass_of
 from koila.ir.replay import Context, current_context
@@ -35,9 +35,6 @@ SLOT_FUNCTIONS = {
     _T.__isub__, _T.__truediv__, _T.__rtruediv__, _T.__itruediv__, F.batch_norm,
 }  # fmt: skip
 """Functions that use their Python floats as they are (or one minus them): such a float may vary between steps."""
-
-HIDDEN_WRITERS = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
-"""Functions whose real operands may be written by a later call without a trace in their version."""
 
 
 class Scan(NamedTuple):
@@ -74,7 +71,11 @@ class Recorder(threading.local):
         self.trie.reset_current()
         self.epoch += 1
         self.count = 0
-        self.tape = [reference for reference in self.tape if reference() is not None]
+        self.tape = [weakref.ref(node) for node in self.pending()]
+
+    def pending(self) -> list[Node]:
+        """Recorded nodes that have not run, and that anything still refers to."""
+        return [node for reference in self.tape if (node := reference()) is not None and not node.done]
 
     def storage_of(self, operand: Value | torch.Tensor, register: bool = False) -> Storage | None:
         """The storage of an operand; a real tensor has one only if a pending call writes to it."""
@@ -233,11 +234,25 @@ def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     inference = _inference_for(func, scan, cacheable, context)
     if inference.forced is not None:
         return run_eagerly(func, scan, inference.forced)
-    if any(index not in inference.hidden_writes and _is_seen(scan.operands[index]) for index in inference.writes):
+    seen = [i for i in inference.writes if i not in inference.hidden_writes and _is_seen(scan.operands[i])]
+    if seen:
+        _run_readers([scan.operands[index] for index in seen])
         return run_eagerly(func, scan, "a write to a real tensor")
     if not inference.outputs and not inference.writes:
         return inference.structure
     return record(func, scan, inference, context, cacheable)
+
+
+def _run_readers(written: list[Value | torch.Tensor]) -> None:
+    """What was recorded before a write must see the data before it."""
+    due: list[Value] = []
+    for operand in written:
+        storage = recorder.storage_of(operand)
+        readers = [] if storage is None else [reference() for reference in storage.readers]
+        for node in (node for node in readers if node is not None):
+            due += [value for i in range(node.num_outputs) if (value := node.output(i)) is not None]
+    if due:
+        Bridge.realizer.materialize(due, "a write to what it reads")
 
 
 def _is_seen(operand: Value | torch.Tensor) -> bool:
@@ -351,6 +366,9 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
     reals = {id(operand): operand.real for operand in pending}
     swap = lambda leaf: reals.get(id(leaf), leaf)  # noqa: E731
     result = func(*map_leaves(scan.args, swap), **map_leaves(scan.kwargs, swap))
+    for value in pending:
+        assert value.real is not None
+        value.prepass = prepass_of(value.real)
     back = {id(operand.real): original for operand, original in zip(scan.operands, scan.originals, strict=True)
             if isinstance(operand, Value)}  # fmt: skip
 

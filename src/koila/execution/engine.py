@@ -22,7 +22,7 @@ from koila.capture.lookup import BackwardRequest
 from koila.capture.recorder import Recorder
 from koila.errors import StaleInputError
 from koila.execution.evaluation import Evaluation, connected_leaves
-from koila.execution.programs import NotSplittable, Program, Results, Selection, batch_size
+from koila.execution.programs import NotSplittable, Program, Results, Selection
 from koila.execution.segment import Demanded, Gradients, SegmentState, attach
 from koila.execution.transaction import gradients_restored_on_error, write_effects
 from koila.execution.whole import gradients_whole, run_whole
@@ -55,8 +55,8 @@ class Engine:
         self._recorder.new_epoch()
 
     def before_step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """An optimizer is about to change parameters: compute what the user holds and is pending on them, if it fits."""
-        nodes = [node for reference in self._recorder.tape if (node := reference()) is not None]
+        """An optimizer is about to change parameters: run what the user holds and is pending on them, if it fits."""
+        nodes = self._recorder.pending()
         changed, due = {id(parameter) for parameter in parameters}, []
         dependent: set[Node] = set()
         for node in nodes:
@@ -88,28 +88,40 @@ class Engine:
         graph = collect(pending, effects)
         if not graph.nodes:
             return
+        whole = whole or not self._is_cut(graph)
+        if whole:
+            # Eager would have run everything by now, in this order; autograd's order of summation depends on it.
+            graph = collect(pending, [*effects, *self._recorder.pending()])
         try:
             self._run(Evaluation(graph, pending, set(effects)), request, whole)
-        except BaseException:
+        except BaseException as error:
             own = collect(pending, [])
-            self._drop_effects(own.nodes)
-            strangers = [node for node in effects if node not in own.positions]
-            if strangers:
-                self._perform(strangers)
-                if own.nodes:
-                    self._run(Evaluation(own, pending, set()), request, whole)
-                    return
+            if len(own.nodes) == len(graph.nodes) or not isinstance(error, Exception):
+                self._drop_effects(own.nodes)
+                raise
+            # Something else that was pending may have failed: what was asked for stands for itself.
+            self._run_alone(own, pending, request, whole)
+
+    def _run_alone(self, graph: Graph, wanted: list[Value], request: BackwardRequest | None, whole: bool) -> None:
+        """Run a program without what else is pending; the others' effects are performed one by one, or dropped."""
+        due = [node for node in self._recorder.effects if node in graph.positions]
+        for node in [node for node in self._recorder.effects if node not in graph.positions]:
+            effect = collect([], [node])
+            try:
+                self._run(Evaluation(effect, [], {node}), None, whole=True)
+            except Exception:  # Whoever asks for its value will see the error.
+                events.count("effects::dropped", site=node.site)
+                self._drop_effects(effect.nodes)
+        try:
+            if graph.nodes:
+                self._run(Evaluation(graph, wanted, set(due)), request, whole)
+        except BaseException:
+            self._drop_effects(graph.nodes)
             raise
 
-    def _perform(self, effects: Sequence[Node]) -> None:
-        """Effects that failed together with something else: each for itself, and the failing ones are dropped."""
-        for node in effects:
-            graph = collect([], [node])
-            try:
-                self._run(Evaluation(graph, [], {node}), None, whole=True)
-            except Exception:  # Its own owner will see the error when it asks for the value.
-                events.count("effects::dropped", site=node.site)
-                self._drop_effects(graph.nodes)
+    def _is_cut(self, graph: Graph) -> bool:
+        chunk_size = current_budget().chunk_size
+        return chunk_size is not None and chunk_size < graph.num_samples
 
     def _drop_effects(self, nodes: Sequence[Node]) -> None:
         """A run that failed leaves no writes behind that every later run would try again (Rule 4)."""
@@ -123,7 +135,7 @@ class Engine:
         started = time.perf_counter()
         evaluation.graph.check_fresh()
         chunk_size, how = current_budget().chunk_size, "whole"
-        if chunk_size is not None and chunk_size < batch_size(evaluation.graph) and not whole:
+        if chunk_size is not None and not whole:
             try:
                 self._run_split(evaluation, request, chunk_size)
                 how = "split"
@@ -214,6 +226,8 @@ class Engine:
     def _bind(self, graph: Graph, results: dict[Value, torch.Tensor]) -> None:
         """The values are real now, and what was executed is no longer pending."""
         executed = set(graph.nodes)
+        for node in executed:
+            node.done = True
         for value, real in results.items():
             value.bind(real)
         storages = {v.storage for node in graph.nodes for v in node.values()}

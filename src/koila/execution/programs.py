@@ -76,7 +76,7 @@ class Program:
 
     @property
     def num_samples(self) -> int:
-        return batch_size(self.graph)
+        return self.graph.num_samples
 
     def compiled(self, selection: Selection, chunk_size: int) -> CompiledPlan:
         """The plan for a selection of results."""
@@ -132,11 +132,6 @@ class Program:
 def forget_plans() -> None:
     """Forget every plan: the rules have changed."""
     _plans.clear()
-
-
-def batch_size(graph: Graph) -> int:
-    """The batch size B: the largest batch among the leaves; inputs of another size are the same for every chunk."""
-    return max((graph.leaves[leaf].shape[dim] for leaf, dim in graph.batches.items()), default=0)
 
 
 def _holds(joint: Joint, graph: Graph) -> bool:

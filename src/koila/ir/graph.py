@@ -51,6 +51,18 @@ class Graph:
         return {index[id(value.real)]: value.batch for value in values if value.batch is not None}
 
     @cached_property
+    def num_samples(self) -> int:
+        """The batch size: the largest batch among the leaves; 0 if none has a batch."""
+        return max((self.leaves[leaf].shape[dim] for leaf, dim in self.batches.items()), default=0)
+
+    @cached_property
+    def counting(self) -> tuple[int, ...]:
+        """Leaves that hold the positions 0, 1, … of the batch, as in `logp[torch.arange(B), y]`."""
+        size = self.num_samples
+        leaves = (number for number in range(len(self.leaves)) if number not in self.batches and size > 1)
+        return tuple(number for number in leaves if _counts(self.leaves[number], size))
+
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """The program's structure; what varies from step to step (data, slots) is not in it."""
         index = {id(leaf): number for number, leaf in enumerate(self.leaves)}
@@ -60,12 +72,8 @@ class Graph:
             for node in self.nodes
         )
         metas = tuple((prepass_of(leaf), leaf.is_leaf) for leaf in self.leaves)
-        return (
-            calls,
-            metas,
-            tuple(self.batches.items()),
-            tuple(_operand_code(v, index, positions) for v in self.outputs),
-        )
+        outputs = tuple(_operand_code(value, index, positions) for value in self.outputs)
+        return calls, metas, tuple(self.batches.items()), self.counting, outputs
 
     @cached_property
     def structural_hash(self) -> int:
@@ -108,6 +116,12 @@ class Graph:
             lines.append(f'  "%{index}" [label="{node.name}\\n{shapes}"];')
             lines += [f'  "{names.of(operand).split(".")[0]}" -> "%{index}";' for operand in node.operands]
         return "\n".join([*lines, "}"])
+
+
+def _counts(leaf: torch.Tensor, size: int) -> bool:
+    if leaf.dtype != torch.int64 or leaf.shape != (size,):
+        return False
+    return torch.equal(leaf, torch.arange(size, device=leaf.device))
 
 
 class _Names:

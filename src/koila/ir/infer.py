@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +30,12 @@ SHAPE_CACHE_SIZE = 16_384
 
 shape_cache: Cache[Inference] = Cache("shape_cache", SHAPE_CACHE_SIZE)
 
+
+HIDDEN_WRITERS = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
+"""Functions that update running statistics, which users do not see as a write: it waits for the run."""
+
+WRONG_FAKES = {F.multilabel_margin_loss}
+"""Functions whose fake kernel disagrees with the real one about the shape of the result."""
 
 PLAIN = (
     bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -125,6 +132,8 @@ def _operand_fake(operand: Value | torch.Tensor, mode: FakeTensorMode) -> torch.
 
 def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor]) -> Inference:
     """Run the call on fake tensors; an inference with `forced` set says that it needs data."""
+    if func in WRONG_FAKES:
+        return Inference(None, (), forced="its fake kernel gives another shape than the real one")
     mode, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch()
     try:
         with mode:
@@ -136,14 +145,16 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
                 result = func(*fake_args, **fake_kwargs)
         ordered = [fakes[id(operand)] for operand in operands]
         written = [_state(fake) != before[id(operand)] for operand, fake in zip(operands, ordered, strict=True)]
-        return _describe(result, ordered, written, watch)
+        return _describe(result, ordered, written, watch, func in HIDDEN_WRITERS)
     except _NeedsData as reason:
         return Inference(None, (), forced=str(reason))
     except Exception as error:  # Whatever fake tensors cannot do, eager decides: it runs or raises its own error.
         return Inference(None, (), forced=f"not inferable: {type(error).__name__}")
 
 
-def _describe(result: Any, fakes: list[torch.Tensor], written: list[bool], watch: _Watch) -> Inference:
+def _describe(
+    result: Any, fakes: list[torch.Tensor], written: list[bool], watch: _Watch, hides_writes: bool
+) -> Inference:
     outputs: list[Output] = []
     storages = {_storage_id(fake): index for index, fake in reversed(list(enumerate(fakes)))}
     earlier: dict[int, int] = {}
@@ -163,7 +174,8 @@ def _describe(result: Any, fakes: list[torch.Tensor], written: list[bool], watch
         return output
 
     structure = map_leaves(result, describe)
-    hidden = tuple(index for index, fake in enumerate(fakes) if _storage_id(fake) in watch.hidden_writes)
+    seen = [index for index, fake in enumerate(fakes) if _storage_id(fake) in watch.hidden_writes]
+    hidden = tuple(index for index in range(len(fakes)) if index in seen or (hides_writes and written[index]))
     writes = tuple(index for index in range(len(fakes)) if written[index] or index in hidden)
     grads = tuple(fakes[index].requires_grad for index in writes)
     return Inference(structure, tuple(outputs), writes, grads, hidden, tuple(watch.draws))

@@ -98,6 +98,7 @@ class Node:
         "args",
         "context",
         "depth",
+        "done",
         "draws",
         "func",
         "inference",
@@ -134,6 +135,8 @@ class Node:
         self.sequence = next(_sequence)
         self.draws: list[Any] = []
         """One source per random operator inside the call."""
+        self.done = False
+        """Whether a run has executed it; a value of it that was too large to keep can still be asked for."""
         self.versions: tuple[tuple[int, int, bool] | None, ...] = ()
         """`version_of` each operand when the call was recorded; None for a pending one."""
         self.slots: tuple[float, ...] = ()

@@ -79,7 +79,7 @@ def _not_narrower(call: Call) -> bool:
 
 
 def _same_dtype(call: Call) -> bool:
-    return call["self"].dtype == call["other"].dtype
+    return isinstance(call["other"], Operand) and call["self"].dtype == call["other"].dtype
 
 
 def _of_zero(call: Call) -> bool:
