@@ -197,7 +197,7 @@ def compare(found: Seen, expected: Seen, where: str, tolerance: float | None = N
 def assert_same(found: Any, expected: Any, where: str, tolerance: float | None = None) -> None:
     """Equal up to the order of summation, NaN and infinities in the same places."""
     if not isinstance(expected, torch.Tensor):
-        assert found == expected or (found != found and expected != expected), f"{where}: {found}, not {expected}"
+        assert found == pytest.approx(expected, rel=tolerance or 1e-10, nan_ok=True), f"{where}: {found}, not {expected}"
         return
     assert isinstance(found, torch.Tensor), f"{where}: {found} instead of a tensor"
     one, other = found.detach(), expected.detach()
@@ -230,7 +230,7 @@ def eager_calls() -> list[str]:
 
 def assert_split(where: str = "") -> None:
     """Every run since the last reset was cut."""
-    assert fallbacks() == [], f"{where}: ran whole"
+    assert fallbacks() == [], f"{where}: ran whole: {fallbacks()}"
     assert koila.metrics.counter_value("runs::split") >= 1, f"{where}: never cut; eagerly: {eager_calls()}"
 
 

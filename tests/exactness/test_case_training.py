@@ -104,6 +104,7 @@ def test_double_backward(case: Case) -> None:
     verify(case)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_second_backward_through_create_graph() -> None:
     def program(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         F.cross_entropy(net(x), y).backward(create_graph=True)

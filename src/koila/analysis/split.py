@@ -84,6 +84,8 @@ class _Typing:
         self.items: dict[fx.Node, Item] = {}
         self.converted: dict[Any, Item] = {}
         self.gathers: list[tuple[str, str]] = []
+        self.to_reslice: set[Item] = set()
+        """Operators with several results whose results are cut again."""
 
     def run(self) -> Facts:
         placeholders = iter(self.joint.inputs)
@@ -122,8 +124,20 @@ class _Typing:
             return self._whole_call(node, operands)
         ruling = self._ruling(node)
         if ruling is None:
-            return self._whole_call(node, [self._whole(item, node.name) for item in operands])
+            return self._resliced(self._whole_call(node, [self._whole(item, node.name) for item in operands]))
         return self._chunk_call(node, ruling)
+
+    def _resliced(self, whole: Item) -> Item:
+        """What an operator made of the whole batch is cut again, so that what follows runs in chunks.
+
+        Any cut is exact; the first dimension of the batch's size is taken because it is likely to be the batch.
+        """
+        value = whole.node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            self.to_reslice.add(whole)
+            return whole
+        dim = next((dim for dim, size in enumerate(value.shape) if size == self.num_samples), None)
+        return whole if dim is None else self._slice(whole, Sliced(dim))
 
     def _whole_call(self, node: fx.Node, operands: list[Item]) -> Item:
         phase = max((item.phase for item in operands), default=0)
@@ -131,7 +145,8 @@ class _Typing:
 
     def _part(self, node: fx.Node, source: Item, index: int) -> Item:
         if not source.per_chunk:
-            return self._whole_call(node, [source])
+            whole = self._whole_call(node, [source])
+            return self._resliced(whole) if source in self.to_reslice else whole
         kind = source.type[index] if isinstance(source.type, tuple) else source.type
         return Item("part", node, kind, (source,), index=index, phase=source.phase)
 
@@ -194,7 +209,7 @@ class _Typing:
     def _whole(self, item: Item, user: str) -> Item:
         if not item.per_chunk:
             return item
-        if item.kind == "slice" and item.operands[0].kind == "input":
+        if item.kind == "slice":
             return item.operands[0]
         key = (item, "whole")
         if key not in self.converted:

@@ -127,9 +127,10 @@ class Engine:
         """A run that failed leaves no writes behind that every later run would try again (Rule 4)."""
         dropped = set(nodes) & set(self._recorder.effects)
         self._recorder.effects = [node for node in self._recorder.effects if node not in dropped]
-        for node in dropped:
-            for storage in node.storages:
-                storage.writers = [writer for writer in storage.writers if writer is not node]
+        failed = set(nodes)
+        for storage in {storage for node in nodes for storage in node.storages}:
+            storage.writers = [writer for writer in storage.writers if writer not in dropped]
+            storage.readers = [r for r in storage.readers if (n := r()) is not None and n not in failed]
 
     def _run(self, evaluation: Evaluation, request: BackwardRequest | None, whole: bool) -> None:
         started = time.perf_counter()
@@ -236,9 +237,7 @@ class Engine:
         for storage in storages:
             storage.writers = [writer for writer in storage.writers if writer not in executed]
             storage.readers = [r for r in storage.readers if (n := r()) is not None and n not in executed]
-        left = [node for node in self._recorder.effects if node not in executed]
-        left += [w for value in results for w in value.storage.writers if w not in left and not w.inference.ordered]
-        self._recorder.effects = sorted(left, key=lambda node: node.sequence)
+        self._recorder.effects = [node for node in self._recorder.effects if node not in executed]
         self._recorder.new_epoch()
 
 

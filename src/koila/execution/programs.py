@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,10 @@ class NotSplittable(Exception):
     """The program runs whole; the message says why."""
 
 
-_joints: Cache[Joint | str] = Cache("trace_cache", 256)
+_joints: Cache[Joint] = Cache("trace_cache", 256)
+_untraceable: Counter[Any] = Counter()
+_TRIES = 3
+"""How often a program is traced in vain before it counts as opaque: an error may be of the moment."""
 _plans: Cache[CompiledPlan | str] = Cache("plan_cache", 512)
 
 
@@ -65,14 +69,17 @@ class Program:
     def __init__(self, graph: Graph, demand: Demand) -> None:
         self.graph, self.demand = graph, demand
         self.key: tuple[Any, ...] = (graph.key, demand)
-        found = _joints.get_or_add(self.key, lambda: _trace(graph, demand))
-        if isinstance(found, Joint) and not _holds(found, graph):
+        found = self._traced()
+        if not _holds(found, graph):
             # A float that could not be made a slot has changed: it is part of the key.
             self.key = (*self.key, tuple(graph.nodes[node].slots[which] for node, which, _ in found.pinned))
-            found = _joints.get_or_add(self.key, lambda: _trace(graph, demand))
-        if isinstance(found, str):
-            raise NotSplittable(found)
+            found = self._traced()
         self.joint = found
+
+    def _traced(self) -> Joint:
+        if _untraceable[self.key] >= _TRIES:
+            raise NotSplittable("it cannot be traced")
+        return _joints.get_or_add(self.key, lambda: _trace(self.graph, self.demand, self.key))
 
     @property
     def num_samples(self) -> int:
@@ -138,11 +145,13 @@ def _holds(joint: Joint, graph: Graph) -> bool:
     return all(graph.nodes[node].slots[which] == value for node, which, value in joint.pinned)
 
 
-def _trace(graph: Graph, demand: Demand) -> Joint | str:
+def _trace(graph: Graph, demand: Demand, key: Any) -> Joint:
     started = time.perf_counter()
     try:
         return trace(graph, demand)
     except Exception as error:  # What cannot be traced is an opaque eager segment (Rule 3), and counted (Rule 6).
-        return f"it cannot be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        _untraceable[key] += 1
+        text = str(error).splitlines()[0] if str(error) else ""
+        raise NotSplittable(f"it cannot be traced: {type(error).__name__}: {text}") from error
     finally:
         events.sample("trace_seconds", time.perf_counter() - started)

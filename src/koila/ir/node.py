@@ -187,7 +187,7 @@ def function_name(func: Callable[..., Any]) -> str:
     if getattr(func, "__name__", "") == "__get__":
         return f"Tensor.{getattr(func.__self__, '__name__', '?')}"  # type: ignore[attr-defined]
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or func
-    return str(name).replace("TensorBase", "Tensor")
+    return str(name).replace("TensorBase", "Tensor").removeprefix("_VariableFunctionsClass.")
 
 
 def version_of(operand: Value | torch.Tensor) -> tuple[int, int, bool] | None:

@@ -125,8 +125,7 @@ class _Planner:
             if any(source in targets for targets in self.targets):
                 continue
             cone = _cone([source], lambda item: False)
-            costs = [sum(_work(item) for item in cone if item not in cones[p]) for p in range(len(cones))]
-            best = min(range(source.phase, len(cones)), key=lambda p: (costs[p], p))
+            best = _cheapest(cone, cones, source.phase)
             self.targets[best].setdefault(source)
             cones[best].update(cone)
 
@@ -147,9 +146,8 @@ class _Planner:
         bodies: list[list[Item]] = []
         for number, targets in enumerate(self.targets):
             body = _cone(targets, self._is_kept_before(number))
-            later = set[Item]()
-            for following in range(number + 1, len(self.targets)):
-                later.update(_cone(self.targets[following], self._is_kept_before(number)))
+            following = [target for targets in self.targets[number + 1 :] for target in targets]
+            later = _cone(following, self._is_kept_before(number))
             for item in self._barrier_inputs(targets, body):
                 if item in later and item not in self.kept and not self._is_cheap(item):
                     self.kept[item] = number
@@ -209,6 +207,18 @@ class _Planner:
                 pending.append((item, True))
                 pending += [(operand, False) for operand in item.operands]
         return tuple(order)
+
+
+def _cheapest(cone: Iterable[Item], cones: list[dict[Item, None]], first: int) -> int:
+    """The earliest phase from `first` on that computes most of a cone anyway."""
+    best, least = first, None
+    for phase in range(first, len(cones)):
+        cost = sum(_work(item) for item in cone if item not in cones[phase])
+        if least is None or cost < least:
+            best, least = phase, cost
+        if cost == 0:
+            break
+    return best
 
 
 def _merged_item(item: Item) -> Item:
