@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._budget import current_budget, refuse_bytes
+from koila._budget import current_budget, read_bytes
 from koila.analysis.custom import add_rule
 from koila.analysis.trace import Demand
 from koila.capture.eager import EagerTensor
@@ -38,20 +38,22 @@ def lazy(*values: Any, batch: Any = 0, budget: object = None) -> Any:
         batch: The batch dimension: an int (negative counts from the right), None, or a structure of them that is a
             prefix of `values`: `batch=(0, None)`, `{"labels": 0}`. With an int, the first tensor that has the
             dimension sets the batch size; a tensor that lacks it is lazy without a batch.
-        budget: Bytes that the run may use; refused until the planner of bytes is there.
+        budget: What a run of these inputs may allocate: bytes as an int, a text such as "512MiB", or a share of what is
+            free such as 0.5. The smallest budget of a program's inputs holds; without one, the scope's.
 
     Returns:
         The same structures; one value in, one value out.
 
     Raises:
         CaptureError: Two tensors have different batch sizes.
+        BudgetError: The budget is not one.
 
     >>> x, y = lazy(torch.ones(4, 3), torch.zeros(4, 3))
     >>> ((x - y) ** 2).mean().item()
     1.0
     """
-    refuse_bytes(budget)
-    return make_lazy(values, batch)
+    allowed = None if budget is None else read_bytes(budget, "budget")
+    return make_lazy(values, batch, allowed)
 
 
 def eager(value: torch.Tensor) -> EagerTensor:

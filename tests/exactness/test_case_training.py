@@ -276,7 +276,7 @@ def _random(name: str, program: Callable[..., Any], **more: Any) -> Case:
     _random("drop-path by new_empty", lambda net, x: x + _new_empty(net(x))),
     _random("stochastic depth per sample", lambda net, x: x + _stochastic_depth(net(x))),
     _random("stochastic depth per batch", lambda net, x: x + net(x) if torch.rand(()).item() < 0.5 else x + x * net.weight.sum()),
-    _random("bernoulli of a lazy shape", lambda net, x: net(x) * torch.bernoulli(torch.full_like(x[:, :1, :1], 0.5))),
+    Case("bernoulli of lazy probabilities", lambda net, x: net(x) * torch.bernoulli(torch.full_like(x[:, :1, :1], 0.5)), _sequences, _linear, "the probabilities run before the draw"),
     _random("noise added", lambda net, x: net(x + 0.1 * torch.randn_like(x))),
     _random("noise per sample", lambda net, x: net(x) * torch.rand_like(x[:, :1, :1])),
     _random("reparametrisation", lambda net, x: (m := net(x)) + (0.5 * x).exp() * torch.randn_like(m)),

@@ -32,6 +32,7 @@ def measure(task: Task, chunk_size: int | None, lazy: bool = True) -> tuple[Stor
             loss = task.loss(task.logits(batch), batch)
         with running:
             loss.backward()
+    assert [counter for counter in koila.metrics.counter_names() if counter.startswith("fallback::")] == []
     return recording, running
 
 

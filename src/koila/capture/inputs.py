@@ -22,7 +22,8 @@ from koila.ir.tree import rebuild
 class _Group:
     """The batch size of one call of `koila.lazy`, set by its first tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int | None) -> None:
+        self.budget = budget
         self.size: int | None = None
         self.shape: tuple[int, ...] = ()
 
@@ -82,7 +83,9 @@ def _make_lazy(tree: Any, batch: Any, group: _Group) -> Any:
         if real.layout != torch.strided:
             return real
         dim = group.join(real, batch if isinstance(batch, int) else None)
-        return LazyTensor._wrap(input_value(real, dim))
+        value = input_value(real, dim)
+        value.budget = group.budget
+        return LazyTensor._wrap(value)
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         return rebuild(type(tree), [_make_lazy(item, _member(batch, i), group) for i, item in enumerate(tree)])
     if isinstance(tree, dict):
@@ -104,10 +107,10 @@ def _user_mapping(tree: Any, batch: Any, group: _Group) -> Any:
     return tree
 
 
-def make_lazy(values: tuple[Any, ...], batch: Any) -> Any:
+def make_lazy(values: tuple[Any, ...], batch: Any, budget: int | None = None) -> Any:
     """See `koila.lazy`."""
     install()
-    group = _Group()
+    group = _Group(budget)
     if len(values) == 1:
         return _make_lazy(values[0], _single(batch, values[0]), group)
     return tuple(_make_lazy(value, _member(batch, index), group) for index, value in enumerate(values))

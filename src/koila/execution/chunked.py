@@ -30,7 +30,18 @@ class CompiledPlan:
         self.plan = plan
         self.placeholders = [node for node in plan.facts.joint.module.graph.nodes if node.op == "placeholder"]
         self.frees = _frees(plan)
+        self.chunks = plan.chunks
+        """(first sample, sample after the last) of each chunk that a run goes through."""
+        self.projected_bytes: int | None = None
+        """What the run will allocate at its peak, where a byte budget asked for it."""
         self._loops: dict[tuple[int, int], Loop] = {}
+
+    def sampled(self) -> CompiledPlan:
+        """The same plan over the chunks that differ: the first two and the last."""
+        found = CompiledPlan(self.plan)
+        found._loops = self._loops
+        found.chunks = tuple(dict.fromkeys((*self.chunks[:2], self.chunks[-1])))
+        return found
 
     def loop(self, number: int, chunk: int) -> Loop:
         """The body of a phase for a chunk size."""
@@ -44,7 +55,7 @@ class CompiledPlan:
     def prepare(self) -> None:
         """Compile every body, so that an illegal one is found before anything runs."""
         for number in range(len(self.plan.phases)):
-            for chunk in {stop - start for start, stop in self.plan.chunks}:
+            for chunk in {stop - start for start, stop in self.chunks}:
                 self.loop(number, chunk)
 
 
@@ -137,9 +148,9 @@ class _Run:
     def _phase(self, number: int) -> Iterator[None]:
         """Run a phase; stops after each chunk."""
         phase = self.plan.phases[number]
-        events.emit(events.PhaseStart(number, len(self.plan.chunks)))
+        events.emit(events.PhaseStart(number, len(self.compiled.chunks)))
         self._run_whole(phase.before)
-        for index, (start, stop) in enumerate(self.plan.chunks):
+        for index, (start, stop) in enumerate(self.compiled.chunks):
             loop = self.compiled.loop(number, stop - start)
             wholes = [self._read_by_loop(item) for item in loop.wholes]
             slots = slot_values(self.graph, loop.slots)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._budget import current_budget, result_bytes
+from koila._budget import Budget, current_budget, result_bytes
 from koila.analysis.trace import Demand
 from koila.analysis.types import Sliced
 from koila.capture.lookup import BackwardRequest
@@ -23,6 +23,7 @@ from koila.capture.recorder import Recorder
 from koila.errors import StaleInputError
 from koila.execution.evaluation import Evaluation, connected_leaves
 from koila.execution.programs import NotSplittable, Program, Results, Selection
+from koila.execution.projection import Projection, project_whole
 from koila.execution.segment import Demanded, Gradients, SegmentState, attach
 from koila.execution.transaction import gradients_restored_on_error, write_effects
 from koila.execution.whole import gradients_whole, run_whole
@@ -31,6 +32,7 @@ from koila.ir.cache import Cache
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Node, Value, version_of
 from koila.ir.source import user_site
+from koila.planning.search import refusal
 
 Seeds = tuple[torch.Tensor | None, ...]
 
@@ -88,7 +90,7 @@ class Engine:
         graph = collect(pending, effects)
         if not graph.nodes:
             return
-        whole = whole or not self._is_cut(graph)
+        whole = whole or not self._is_cut(graph, current_budget(graph.budgets))
         if whole:
             # Eager would have run everything by now, in this order; autograd's order of summation depends on it.
             graph = collect(pending, [*effects, *self._recorder.pending()])
@@ -119,9 +121,10 @@ class Engine:
             self._drop_effects(graph.nodes)
             raise
 
-    def _is_cut(self, graph: Graph) -> bool:
-        chunk_size = current_budget().chunk_size
-        return chunk_size is not None and chunk_size < graph.num_samples
+    def _is_cut(self, graph: Graph, budget: Budget) -> bool:
+        if budget.chunk_size is not None:
+            return budget.chunk_size < graph.num_samples
+        return budget.allowed_bytes is not None and graph.num_samples > 1
 
     def _drop_effects(self, nodes: Sequence[Node]) -> None:
         """A run that failed leaves no writes behind that every later run would try again (Rule 4)."""
@@ -135,12 +138,13 @@ class Engine:
     def _run(self, evaluation: Evaluation, request: BackwardRequest | None, whole: bool) -> None:
         started = time.perf_counter()
         evaluation.graph.check_fresh()
-        chunk_size, how = current_budget().chunk_size, "whole"
-        if chunk_size is not None and not whole:
+        budget, how = current_budget(evaluation.graph.budgets), "whole"
+        if not whole and not _fits_whole(evaluation, request, budget):
             try:
-                self._run_split(evaluation, request, chunk_size)
+                self._run_split(evaluation, request, budget)
                 how = "split"
             except NotSplittable as reason:
+                _check_whole_fits(evaluation, request, budget)
                 _count_fallback(str(reason))
         if how == "whole":
             results = run_whole(evaluation.graph, evaluation.needed, evaluation.effects)
@@ -151,7 +155,7 @@ class Engine:
 
     # The split run.
 
-    def _run_split(self, evaluation: Evaluation, request: BackwardRequest | None, chunk_size: int) -> None:
+    def _run_split(self, evaluation: Evaluation, request: BackwardRequest | None, budget: Budget) -> None:
         graph = evaluation.graph
         _check_splittable(graph, request)
         demand, seeds = self._demand(evaluation, request)
@@ -160,9 +164,9 @@ class Engine:
         selection = Selection(evaluation.fitting(), with_gradients, effects=bool(evaluation.effects))
         if selection == Selection():
             raise NotSplittable("only views are wanted")
-        results = program.run(selection, chunk_size, seeds)
+        results = program.run(selection, budget, seeds)
         write_effects(graph, results.written)
-        bound = self._attach(evaluation, program, results, seeds, chunk_size)
+        bound = self._attach(evaluation, program, results, seeds, budget)
         self._bind(graph, bound)
         derived = [value for value in evaluation.derived if value.storage.real]
         if derived:
@@ -196,7 +200,7 @@ class Engine:
         return last.asked
 
     def _attach(
-        self, evaluation: Evaluation, program: Program, results: Results, seeds: Seeds, chunk_size: int
+        self, evaluation: Evaluation, program: Program, results: Results, seeds: Seeds, budget: Budget
     ) -> dict[Value, torch.Tensor]:
         """The outputs as ordinary tensors: those that require grad as results of autograd nodes on their leaves."""
         graph = evaluation.graph
@@ -210,7 +214,7 @@ class Engine:
                 continue
             values = [_fresh(results.outputs[index], graph.leaves) for index in group]
             demanded = Demanded(guessed=group[0] in roots)
-            state = SegmentState(_rerun(graph, group, leaves, chunk_size), demanded)
+            state = SegmentState(_rerun(graph, group, leaves, budget), demanded)
             if group[0] in roots:
                 chosen = dict(zip(program.joint.wrt, results.gradients, strict=True))
                 state.held = [chosen[leaf] for leaf in leaves]
@@ -254,6 +258,31 @@ def _check_splittable(graph: Graph, request: BackwardRequest | None) -> None:
         raise NotSplittable("create_graph=True needs the graph of the whole run")
 
 
+_whole_bytes: Cache[Projection] = Cache("projection_cache", 256)
+
+
+def _projected_whole(evaluation: Evaluation, request: BackwardRequest | None) -> Projection:
+    """What a whole run would allocate; the same for every program of this structure."""
+    graph = evaluation.graph
+    roots = [] if request is None else [r for r in request.roots if isinstance(r, Value) and r in graph.outputs]
+    key = (graph.key, tuple(graph.outputs.index(root) for root in roots))
+    return _whole_bytes.get_or_add(key, lambda: project_whole(graph, roots))
+
+
+def _fits_whole(evaluation: Evaluation, request: BackwardRequest | None, budget: Budget) -> bool:
+    if budget.allowed_bytes is None or any(node.func in _HOOKS for node in evaluation.graph.nodes):
+        return False
+    return _projected_whole(evaluation, request).peak_bytes <= budget.allowed_bytes
+
+
+def _check_whole_fits(evaluation: Evaluation, request: BackwardRequest | None, budget: Budget) -> None:
+    """Rule 2: what cannot be cut and does not fit is refused before it runs."""
+    if budget.allowed_bytes is not None:
+        projection = _projected_whole(evaluation, request)
+        if projection.peak_bytes > budget.allowed_bytes:
+            raise refusal(projection.peak_bytes, budget.allowed_bytes, projection.largest)
+
+
 def _count_fallback(reason: str) -> None:
     site = str(user_site())
     events.count(f"fallback::{reason}", site=site)
@@ -270,7 +299,7 @@ def _fresh(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     return value.clone() if any(leaf.untyped_storage()._cdata == storage for leaf in leaves) else value
 
 
-def _rerun(graph: Graph, outputs: tuple[int, ...], leaves: tuple[int, ...], chunk_size: int) -> Any:
+def _rerun(graph: Graph, outputs: tuple[int, ...], leaves: tuple[int, ...], budget: Budget) -> Any:
     """The gradients of a segment by running its program again in chunks, for any gradients of its outputs."""
     versions = [version_of(leaf) for leaf in graph.leaves]
 
@@ -285,7 +314,7 @@ def _rerun(graph: Graph, outputs: tuple[int, ...], leaves: tuple[int, ...], chun
         roots = tuple(index for index, g in zip(outputs, incoming, strict=True) if g is not None)
         seeds = tuple(g for g in incoming if g is not None)
         try:
-            return _gradients_split(graph, roots, seeds, leaves, chunk_size)
+            return _gradients_split(graph, roots, seeds, leaves, budget)
         except NotSplittable as reason:
             _count_fallback(str(reason))
             return gradients_whole(graph, [graph.outputs[root] for root in roots], seeds, leaves)
@@ -294,12 +323,12 @@ def _rerun(graph: Graph, outputs: tuple[int, ...], leaves: tuple[int, ...], chun
 
 
 def _gradients_split(
-    graph: Graph, roots: tuple[int, ...], seeds: tuple[torch.Tensor, ...], leaves: tuple[int, ...], chunk_size: int
+    graph: Graph, roots: tuple[int, ...], seeds: tuple[torch.Tensor, ...], leaves: tuple[int, ...], budget: Budget
 ) -> Gradients:
     wrt = tuple(index for index, leaf in enumerate(graph.leaves) if leaf.requires_grad)
     scalar = len(roots) == 1 and seeds[0].numel() == 1
     program = Program(graph, Demand(roots, (False,) if scalar else (True,) * len(roots), wrt))
-    found = program.run(Selection((), gradients=True), chunk_size, seeds).gradients
+    found = program.run(Selection((), gradients=True), budget, seeds).gradients
     if scalar and float(seeds[0]) != 1.0:
         for gradient in found:
             if gradient is not None:

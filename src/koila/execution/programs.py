@@ -14,12 +14,15 @@ from typing import Any
 import torch
 
 from koila import events
+from koila._budget import Budget
 from koila.analysis.split import analyse
 from koila.analysis.trace import Demand, Joint, trace
 from koila.execution.chunked import CompiledPlan, run_chunked, stream_chunked
+from koila.execution.projection import project_split
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
-from koila.planning.plan import make_plan
+from koila.planning.plan import Plan, make_plan
+from koila.planning.search import search
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,37 @@ class Program:
         events.sample("plan_seconds", time.perf_counter() - started)
         return compiled
 
-    def run(self, selection: Selection, chunk_size: int, seeds: tuple[torch.Tensor | None, ...] = ()) -> Results:
+    def fitting(self, selection: Selection, allowed_bytes: int) -> CompiledPlan:
+        """The plan for a selection of results that a byte budget allows."""
+        key = (*self.key, selection, "bytes", allowed_bytes)
+        found = _plans.get_or_add(key, lambda: self._search(selection, allowed_bytes))
+        if isinstance(found, str):
+            raise NotSplittable(found)
+        return found
+
+    def _search(self, selection: Selection, allowed_bytes: int) -> CompiledPlan | str:
+        started = time.perf_counter()
+        facts = analyse(self.joint, self.graph.batches, self.num_samples, selection.wanted(self.joint))
+        if not facts.is_split:
+            return "nothing in it can be cut along the batch"
+        compiled, projected = search(facts, allowed_bytes, self._project)
+        compiled.projected_bytes = projected
+        events.count("plans")
+        events.sample("plan_seconds", time.perf_counter() - started)
+        return compiled
+
+    def _project(self, plan: Plan) -> tuple[CompiledPlan, int, str]:
+        compiled = CompiledPlan(plan)
+        compiled.prepare()
+        projection = project_split(compiled, self.graph)
+        return compiled, projection.peak_bytes, projection.largest
+
+    def run(self, selection: Selection, budget: Budget, seeds: tuple[torch.Tensor | None, ...] = ()) -> Results:
         """Compute a selection of results in chunks."""
-        compiled = self.compiled(selection, chunk_size)
+        if budget.allowed_bytes is not None:
+            compiled = self.fitting(selection, budget.allowed_bytes)
+        else:
+            compiled = self.compiled(selection, budget.chunk_size or 1)
         inputs = self._inputs(seeds)
         plan = compiled.plan
         events.emit(events.RunStart("", len(plan.facts.items), self.num_samples, plan.chunk_size, len(plan.phases)))

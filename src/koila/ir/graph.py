@@ -51,6 +51,12 @@ class Graph:
         return {index[id(value.real)]: value.batch for value in values if value.batch is not None}
 
     @cached_property
+    def budgets(self) -> list[int]:
+        """Byte budgets that the inputs were given."""
+        values = (value for node in self.nodes for value in node.values())
+        return [value.budget for value in values if value.budget is not None]
+
+    @cached_property
     def num_samples(self) -> int:
         """The batch size: the largest batch among the leaves; 0 if none has a batch."""
         return max((self.leaves[leaf].shape[dim] for leaf, dim in self.batches.items()), default=0)

@@ -43,6 +43,7 @@ class Value:
     __slots__ = (
         "__weakref__",
         "batch",
+        "budget",
         "index",
         "is_view",
         "keep",
@@ -65,6 +66,8 @@ class Value:
         """The real tensor it is bound to."""
         self.batch: int | None = None
         """The batch dimension that `koila.lazy` was told, for inputs."""
+        self.budget: int | None = None
+        """Bytes that a run of this input may allocate, where `koila.lazy` was told."""
         self.position: tuple[int, int] = (-1, -1)
         """(recording epoch, number within it): its name while the trie is walked."""
         self.tensor: weakref.ref[Any] | None = None

@@ -91,8 +91,8 @@ def _work(item: Item) -> int:
 
 
 class _Planner:
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
+    def __init__(self, facts: Facts, keep: bool) -> None:
+        self.facts, self.keep = facts, keep
         self.targets: list[dict[Item, None]] = [{} for _ in range(facts.num_phases)]
         self.kept: dict[Item, int] = {}
         self.order = {node: index for index, node in enumerate(facts.joint.module.graph.nodes)}
@@ -149,7 +149,7 @@ class _Planner:
             following = [target for targets in self.targets[number + 1 :] for target in targets]
             later = _cone(following, self._is_kept_before(number))
             for item in self._barrier_inputs(targets, body):
-                if item in later and item not in self.kept and not self._is_cheap(item):
+                if self.keep and item in later and item not in self.kept and not self._is_cheap(item):
                     self.kept[item] = number
             bodies.append(self._in_program_order(body))
         return bodies
@@ -234,7 +234,10 @@ def _is_pointwise(item: Item) -> bool:
     return torch.Tag.pointwise in target.tags or target.is_view
 
 
-def make_plan(facts: Facts, chunk_size: int) -> Plan:
-    """Plan a program for a chunk size, rounded up to what its granule allows."""
+def make_plan(facts: Facts, chunk_size: int, keep: bool = True) -> Plan:
+    """Plan a program for a chunk size, rounded up to what its granule allows.
+
+    Without `keep` nothing Sliced lives from one phase to the next: less memory, more time.
+    """
     granule = facts.granule
-    return _Planner(facts).run(-(-chunk_size // granule) * granule)
+    return _Planner(facts, keep).run(-(-chunk_size // granule) * granule)
