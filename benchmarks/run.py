@@ -1,6 +1,7 @@
 """The measurements that the documents quote: `python -m benchmarks.run chunks`.
 
-*Takes* the name of a measurement. *Gives* a table on stdout. Times are ratios to eager, interleaved with it in one process.
+*Takes* the name of a measurement. *Gives* a table on stdout. Times are ratios to eager's, interleaved with it in one
+process.
 """
 
 from __future__ import annotations

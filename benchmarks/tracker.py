@@ -1,7 +1,7 @@
 """Counts the bytes of storages that live while a scope runs.
 
-*Takes* every operator that PyTorch dispatches in a `with` block. *Gives* the bytes alive above those at the start, their
-peak, and each storage that was born, with the operator that made it.
+*Takes* every operator that PyTorch dispatches in a `with` block. *Gives* the bytes alive above those at the start,
+their peak, and each storage that was born, with the operator that made it.
 
 Memory that an operator allocates and frees inside its own kernel is out of sight, and so are fake and meta tensors,
 which have no memory.

@@ -146,7 +146,7 @@ class Vision(Task):
 def language(
     batch: int, dtype: torch.dtype, steps: int = 1, context: int = 8, vocabulary: int = 31, **sizes: Any
 ) -> Language:
-    """A GPT and batches that count up in steps of one to three; the second sample of each batch is nothing but padding."""
+    """A GPT and batches that count up in steps of one to three; the second sample of each is nothing but padding."""
     torch.manual_seed(0)
     model = GPT(vocabulary, context, **sizes).to(dtype)
     generator = torch.Generator().manual_seed(1)

@@ -77,7 +77,7 @@ def budget(
         raise BudgetError(f"chunk_size must be a whole number of at least 1, got {chunk_size!r}", hint="chunk_size=1")
     if allowed is not None and chunk_size is not None:
         raise BudgetError(
-            f"a chunk size ({chunk_size}) and a byte budget ({allowed!r}) were given: koila picks the chunk size itself",
+            f"both a chunk size ({chunk_size}) and a byte budget ({allowed!r}): koila picks the chunk size itself",
             hint='koila.budget("512MiB") or koila.budget(chunk_size=4)',
         )
     kept = read_bytes(reserved, "reserved") if reserved else 0

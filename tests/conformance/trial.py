@@ -368,6 +368,8 @@ def check_split(
             _note_fallbacks(verdict)
             verdict.num_split += koila.metrics.counter_value("runs::split")
             verdict.whole = tuple(dict.fromkeys([*verdict.whole, *counted("fallback")]))
+    if verdict.fell_back is not None:
+        verdict.data_dependent = depends_on_data(trial)
     if prove:
         with isolated():
             verdict.proved = _proof(trial, batches, seconds)

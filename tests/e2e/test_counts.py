@@ -89,6 +89,17 @@ def test_a_deep_batchnorm_net_costs_linear_time(chunk_size: int, chunks: int, jo
     assert convolutions == 12 * chunks, "forward convolutions run once per chunk"
 
 
+def test_sizes_that_equal_the_batch_change_no_plan() -> None:
+    """A value is cut for what it is, not because one of its sizes is that of the batch."""
+
+    def phases(batch: int, channels: int) -> int:
+        task = vision(batch, torch.float64, channels=channels)
+        lazy = koila.lazy(*task.batches[0])
+        return koila.explain(task.loss(task.logits(lazy), lazy), backward=True).num_phases
+
+    assert phases(6, 6) == phases(6, 4) == phases(7, 6)
+
+
 def test_from_the_third_iteration_on_nothing_is_learned() -> None:
     for task in (language(7, torch.float64, steps=5), vision(7, torch.float64, steps=5)):
         for chunk_size in (None, 3):

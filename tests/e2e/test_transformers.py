@@ -18,7 +18,7 @@ BATCH = 11
 LENGTH = 9
 VOCABULARY = 37
 CLASSES = 3
-TOKENS = dict(bos_token_id=0, eos_token_id=1, pad_token_id=2)
+TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
 def make_gpt2() -> nn.Module:

@@ -15,8 +15,8 @@ from tests.exactness.cases import PRIME, Sizes, assert_split, observe
 
 BATCH = 4096
 HALVES = [torch.bfloat16, torch.float16]
-SLACK = 1.05
-"""Both round their result once more: a difference of that kind is not an error of the merge."""
+FEWER = 512
+"""For the models whose chunks take longer."""
 
 Maker = Callable[[torch.dtype], tuple[nn.Module, tuple[torch.Tensor, ...]]]
 
@@ -32,15 +32,15 @@ def _shifted(dtype: torch.dtype) -> Any:
 
 def _convolution(dtype: torch.dtype) -> Any:
     net = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
-    return net, (torch.randn(BATCH, 2, 4), torch.randn(BATCH, 3))
+    return net, (torch.randn(FEWER, 2, 4), torch.randn(FEWER, 3))
 
 
 def _normed(dtype: torch.dtype) -> Any:
-    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3)), (torch.randn(BATCH, 4), torch.randn(BATCH, 3))
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3)), (torch.randn(FEWER, 4), torch.randn(FEWER, 3))
 
 
 def _embedded(dtype: torch.dtype) -> Any:
-    return nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3)), (torch.randint(0, 3, (BATCH,)), torch.randn(BATCH, 3))
+    return nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3)), (torch.randint(0, 3, (FEWER,)), torch.randn(FEWER, 3))
 
 
 MODELS: dict[str, Maker] = {
@@ -87,9 +87,9 @@ def test_half_precision_in_chunks_of_one(name: str, dtype: torch.dtype) -> None:
     koila.metrics.reset()
     mine = _errors(net, halves, 1, truth)
     assert_split(name)
-    # A value that eager happens to round perfectly leaves no room: half a unit in the last place is always allowed.
-    unit = torch.finfo(dtype).eps / 2
-    worse = {name: (mine[name], eager[name]) for name in mine if mine[name] > max(SLACK * eager[name], unit)}
+    # Both round their result once more; what that may cost is not an error of the merge.
+    rounding = torch.finfo(dtype).eps / 4
+    worse = {name: (mine[name], eager[name]) for name in mine if mine[name] > max(eager[name], rounding)}
     assert worse == {}
 
 

@@ -35,7 +35,7 @@ class StorageTracker(TorchDispatchMode):
         self.peak_operator = ""
         """The operator that was running when the peak was reached."""
         self._kinds = kinds
-        self._alive: dict[int, int] = {}
+        self._born: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,16 +54,15 @@ class StorageTracker(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor, operator: Any) -> None:
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
-        known = self._alive.get(key)
-        if known is None:
+        if key not in self._watched:
             self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
-            self._alive[key] = num_bytes if operator is not None else 0
-            known = 0
-        elif operator is None:
-            return
-        if operator is not None and num_bytes != known:
-            self._alive[key] = num_bytes
-            self._grow(num_bytes - known, operator)
+            if operator is None:
+                return  # It was there before the scope: not counted, neither now nor when it dies.
+            self._born[key] = 0
+        if key in self._born and num_bytes != self._born[key]:
+            grown = num_bytes - self._born[key]
+            self._born[key] = num_bytes
+            self._grow(grown, operator)
 
     def _grow(self, num_bytes: int, operator: Any) -> None:
         self.current_bytes += num_bytes
@@ -72,7 +71,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self._watched.pop(key, None)
-        self.current_bytes -= self._alive.pop(key, 0)
+        self.current_bytes -= self._born.pop(key, 0)
 
     def _tensors(self, tree: Any) -> Iterator[torch.Tensor]:
         if isinstance(tree, torch.Tensor):
