@@ -4,9 +4,9 @@ A dispatch mode raises at the n-th operator of a run: 200 places, chosen once an
 batch normalisation and in a GPT with dropout, unsplit and in uneven chunks, with gradients from an earlier step and
 without. After each failure the program is recorded anew and gives eager's numbers.
 
-The commit is one call of the autograd engine, and it comes after the statistics of batch normalisation are written, as in
-eager; unsplit, that call is the whole backward pass. An operator that fails inside it leaves the gradients as they were
-too, and the statistics as they were or as eager's forward pass leaves them, never some of them.
+The commit is one call of the autograd engine, after the statistics of batch normalisation are written, as in eager;
+unsplit, that call is the whole backward pass. An operator that fails inside it leaves the gradients as they were too, and
+the statistics as they were or as eager's forward pass leaves them, never some of them.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def test_the_runs_after_a_failure_are_the_program_and_nothing_else(chunk: int | 
     count = backward(task, chunk)
     start(task, False)
     kept_loss = record(task)
-    with koila.budget(chunk_size=chunk), pytest.raises(Fault), FailAt(count // 3):  # noqa: PT012
+    with koila.budget(chunk_size=chunk), pytest.raises(Fault), FailAt(count // 3):
         kept_loss.backward()
     for _ in range(3):
         start(task, False)

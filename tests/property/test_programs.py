@@ -12,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from hypothesis import strategies as st
 
-from tests.property.generator import Program, make
+from tests.property.draft import Program
+from tests.property.generator import make
 from tests.property.trial import Discarded, chunk_sizes, reduced, trial
 
 EXAMPLES = int(os.environ.get("KOILA_EXAMPLES", "150"))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import koila
-from tests.property.generator import Program, prune
+from tests.property.draft import Program, prune
 
 TOLERANCE = 1e-10
 
@@ -157,7 +157,9 @@ def trial(program: Program, sizes: Sequence[int | None] | None = None) -> str | 
         try:
             found = run(program, lazy=True, chunk_size=chunk_size)
         except Exception as error:
-            return f"chunk size {chunk_size}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return (
+                f"chunk size {chunk_size}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
         difference = compare(found, expected, None if chunk_size is None else allowed)
         if difference is not None:
             return f"chunk size {chunk_size}: {difference}"
@@ -196,5 +198,7 @@ def _smaller(program: Program) -> list[Program]:
             lines = [re.sub(rf"\b{re.escape(name)}\b", other, line) for line in rest]
             found.append(replace(program, lines=lines, result=other if program.result == name else program.result))
         for part in expression.split(" + ") if " + " in expression else ():
-            found.append(replace(program, lines=[*program.lines[:number], f"{name} = {part}", *program.lines[number + 1 :]]))
+            found.append(
+                replace(program, lines=[*program.lines[:number], f"{name} = {part}", *program.lines[number + 1 :]])
+            )
     return found

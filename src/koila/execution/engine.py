@@ -209,20 +209,22 @@ class Engine:
         groups = [tuple(i for i in roots if i in results.outputs)] if roots else []
         groups += [(i,) for i in results.outputs if graph.outputs[i].requires_grad and i not in roots]
         for group in groups:
-            leaves = tuple(sorted({leaf for index in group for leaf in connected_leaves(graph, graph.outputs[index])}))
+            own = _own_graph(graph, group)
+            leaves = tuple(sorted({leaf for value in own.outputs for leaf in connected_leaves(own, value)}))
             if not leaves:
                 continue
             values = [_fresh(results.outputs[index], graph.leaves) for index in group]
             demanded = Demanded(guessed=group[0] in roots)
-            state = SegmentState(_rerun(graph, group, leaves, budget), demanded)
+            state = SegmentState(_rerun(own, leaves, budget), demanded)
             if group[0] in roots:
-                chosen = dict(zip(program.joint.wrt, results.gradients, strict=True))
-                state.held = [chosen[leaf] for leaf in leaves]
+                chosen = {id(graph.leaves[n]): g for n, g in zip(program.joint.wrt, results.gradients, strict=True)}
+                state.held = [chosen[id(own.leaves[leaf])] for leaf in leaves]
+                del chosen
                 state.seeds = tuple(_seed(seed, value) for seed, value in zip(seeds, values, strict=True))
                 results.gradients.clear()
             if group[0] in program.demand.roots:
                 self._demanded.add(program.key, demanded)
-            attached = attach(state, values, [graph.leaves[leaf] for leaf in leaves])
+            attached = attach(state, values, [own.leaves[leaf] for leaf in leaves])
             bound.update(zip((graph.outputs[index] for index in group), attached, strict=True))
         return bound
 
@@ -299,7 +301,16 @@ def _fresh(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     return value.clone() if any(leaf.untyped_storage()._cdata == storage for leaf in leaves) else value
 
 
-def _rerun(graph: Graph, outputs: tuple[int, ...], leaves: tuple[int, ...], budget: Budget) -> Any:
+def _own_graph(graph: Graph, group: tuple[int, ...]) -> Graph:
+    """The part of a program that some of its outputs need: a segment depends on nothing else."""
+    values = [graph.outputs[index] for index in group]
+    needed = collect(values, [])
+    if len(needed.nodes) == len(graph.nodes) and len(values) == len(graph.outputs):
+        return graph
+    return Graph(tuple(node for node in needed.nodes if node in graph.positions), tuple(values))
+
+
+def _rerun(graph: Graph, leaves: tuple[int, ...], budget: Budget) -> Any:
     """The gradients of a segment by running its program again in chunks, for any gradients of its outputs."""
     versions = [version_of(leaf) for leaf in graph.leaves]
 
@@ -311,7 +322,7 @@ def _rerun(graph: Graph, outputs: tuple[int, ...], leaves: tuple[int, ...], budg
                 where=f"recorded at {graph.nodes[0].site}",
                 hint="change it after backward(), or call backward() before anything asks for the value",
             )
-        roots = tuple(index for index, g in zip(outputs, incoming, strict=True) if g is not None)
+        roots = tuple(index for index, g in enumerate(incoming) if g is not None)
         seeds = tuple(g for g in incoming if g is not None)
         try:
             return _gradients_split(graph, roots, seeds, leaves, budget)

@@ -6,7 +6,7 @@ leaves, and a key that two programs share exactly if they make the same calls on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,20 +34,31 @@ class Graph:
         return {node: index for index, node in enumerate(self.nodes)}
 
     @cached_property
+    def produced(self) -> dict[Value, tuple[int, int]]:
+        """(node, result) of each value that the program computes, whether it was bound since or not."""
+        return {
+            value: (position, index)
+            for position, node in enumerate(self.nodes)
+            for index in range(node.num_outputs)
+            if (value := node.output(index)) is not None
+        }
+
+    def _inputs(self) -> Iterator[Value | torch.Tensor]:
+        """Operands that the program does not compute."""
+        everything = (*(operand for node in self.nodes for operand in node.operands), *self.outputs)
+        return (o for o in everything if not isinstance(o, Value) or o not in self.produced)
+
+    @cached_property
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """Real tensors that the program reads, in order of first use; each once."""
-        found: dict[int, torch.Tensor] = {}
-        for operand in (*(o for node in self.nodes for o in node.operands), *self.outputs):
-            real = operand.real if isinstance(operand, Value) else operand
-            if real is not None:
-                found.setdefault(id(real), real)
-        return tuple(found.values())
+        reals = (operand.real if isinstance(operand, Value) else operand for operand in self._inputs())
+        return tuple({id(real): real for real in reals if real is not None}.values())
 
     @cached_property
     def batches(self) -> dict[int, int]:
         """The batch dimension of leaves that `koila.lazy` was told one for, by index of the leaf."""
         index = {id(leaf): number for number, leaf in enumerate(self.leaves)}
-        values = (v for v in (*(v for node in self.nodes for v in node.values()), *self.outputs) if v.real is not None)
+        values = (operand for operand in self._inputs() if isinstance(operand, Value))
         return {index[id(value.real)]: value.batch for value in values if value.batch is not None}
 
     @cached_property
@@ -72,13 +83,12 @@ class Graph:
     def key(self) -> tuple[Any, ...]:
         """The program's structure; what varies from step to step (data, slots) is not in it."""
         index = {id(leaf): number for number, leaf in enumerate(self.leaves)}
-        positions = self.positions
         calls = tuple(
-            (node.key, tuple([_operand_code(operand, index, positions) for operand in node.operands]))
+            (node.key, tuple([_operand_code(operand, index, self.produced) for operand in node.operands]))
             for node in self.nodes
         )
         metas = tuple((prepass_of(leaf), leaf.is_leaf) for leaf in self.leaves)
-        outputs = tuple(_operand_code(value, index, positions) for value in self.outputs)
+        outputs = tuple(_operand_code(value, index, self.produced) for value in self.outputs)
         return calls, metas, tuple(self.batches.items()), self.counting, outputs
 
     @cached_property
@@ -134,24 +144,21 @@ class _Names:
     """Readable names of operands."""
 
     def __init__(self, graph: Graph) -> None:
-        self._positions = graph.positions
+        self._graph = graph
         self._leaves = {id(leaf): number for number, leaf in enumerate(graph.leaves)}
 
     def of(self, operand: Value | torch.Tensor) -> str:
-        real = operand.real if isinstance(operand, Value) else operand
-        if real is not None:
-            return f"leaf{self._leaves[id(real)]}"
-        assert isinstance(operand, Value) and operand.node is not None
-        suffix = f".{operand.index}" if operand.node.num_outputs > 1 else ""
-        return f"%{self._positions.get(operand.node, '?')}{suffix}"
+        code = _operand_code(operand, self._leaves, self._graph.produced)
+        if isinstance(code, int):
+            return f"leaf{code}"
+        several = self._graph.nodes[code[0]].num_outputs > 1
+        return f"%{code[0]}.{code[1]}" if several else f"%{code[0]}"
 
 
-def _operand_code(operand: Value | torch.Tensor, leaves: dict[int, int], positions: dict[Node, int]) -> Any:
-    real = operand.real if isinstance(operand, Value) else operand
-    if real is not None:
-        return leaves[id(real)]
-    assert isinstance(operand, Value) and operand.node is not None
-    return positions[operand.node], operand.index
+def _operand_code(operand: Value | torch.Tensor, leaves: dict[int, int], produced: dict[Value, tuple[int, int]]) -> Any:
+    if not isinstance(operand, Value):
+        return leaves[id(operand)]
+    return produced[operand] if operand in produced else leaves[id(operand.real)]
 
 
 def _stale(node: Node, operand: Value | torch.Tensor) -> StaleInputError:

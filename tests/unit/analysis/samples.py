@@ -48,6 +48,7 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         plain = all(t.layout is torch.strided and not t.is_quantized and t.device.type == "cpu" for t in tensors)
         small = all(t.numel() <= MAX_ELEMENTS for t in tensors)
+        plain = plain and all(t.dtype is not torch.complex32 for t in tensors)  # Torch can hardly compute in it.
         return bool(tensors) and plain and small and len(self.found.get(target, ())) < self.limit
 
     def keep(self, target: OpOverload, args: Any, kwargs: Any) -> None:

@@ -107,8 +107,24 @@ def test_a_chunk_size_must_be_a_whole_number_of_at_least_one(size: Any) -> None:
         pass
 
 
-def test_a_byte_budget_is_refused() -> None:
-    with pytest.raises(koila.BudgetError, match="cannot be kept yet"), koila.budget("1GiB"):
+@pytest.mark.parametrize(
+    ("allowed", "text"),
+    [
+        (0, "leaves nothing to run in"),
+        (-5, "leaves nothing to run in|cannot be read"),
+        ("many", "cannot be read"),
+        (1.5, r"is not a share in \(0, 1\]"),
+        (True, "is not a number of bytes"),
+        ([1], "is not a number of bytes"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused(allowed: Any, text: str) -> None:
+    with pytest.raises(koila.BudgetError, match=text), koila.budget(allowed):
+        pass
+
+
+def test_bytes_and_a_chunk_size_together_are_refused() -> None:
+    with pytest.raises(koila.BudgetError, match="both a chunk size"), koila.budget("1GiB", chunk_size=2):
         pass
 
 

@@ -125,11 +125,14 @@ def test_a_prefix_that_is_too_short_is_refused() -> None:
         koila.lazy(torch.ones(2), torch.ones(2), batch=(0,))
 
 
-def test_a_budget_in_bytes_is_refused_until_there_is_a_planner() -> None:
-    with pytest.raises(koila.BudgetError, match=r"a budget in bytes \('512MiB'\) cannot be kept yet") as found:
-        koila.lazy(torch.ones(2), budget="512MiB")
+def test_a_budget_that_cannot_be_met_is_refused_before_anything_runs() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    loss = (koila.lazy(torch.ones(4, 2), budget=8) @ weight).square().sum()
+    with pytest.raises(koila.BudgetError, match="at the smallest, allowed 8") as found:
+        loss.backward()
     assert isinstance(found.value, MemoryError)
-    assert "koila.budget(chunk_size=n)" in str(found.value)
+    assert found.value.needed_bytes > found.value.allowed_bytes == 8
+    assert weight.grad is None
 
 
 def test_the_batch_is_followed_through_the_program() -> None:

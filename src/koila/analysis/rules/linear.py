@@ -41,7 +41,7 @@ def keeps_sum(call: Call, linear: Linear) -> Ruling | None:
         return None
     if sums != set(linear.together) and not (len(sums) == 1 and sums <= set(linear.each)):
         return None
-    if any(result is not None and result.dtype is torch.bool for result in call.results):
+    if not call.results or any(result is not None and result.dtype is torch.bool for result in call.results):
         return None
     needs = {name: _needed(call[name]) for name in sums}
     results = tuple(Merged(Sum(None if r is None else narrow_dtype(r.dtype))) for r in call.results)

@@ -1,0 +1,41 @@
+"""measured ≤ allowed; a budget that cannot be met is refused before anything runs, with the smallest that can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import koila
+from benchmarks.tracker import StorageTracker
+from tests.memory.test_peak import BATCH, TASKS
+from tests.models import Task
+
+
+def gradients(task: Task, allowed: int | None) -> tuple[int, torch.Tensor]:
+    """The measured peak of a run inside a budget, and its gradients."""
+    torch.manual_seed(0)
+    task.model.zero_grad()
+    batch = task.batches[0] if allowed is None else koila.lazy(*task.batches[0])
+    with koila.budget(allowed), StorageTracker():
+        loss = task.loss(task.logits(batch), batch)
+        with StorageTracker() as tracker:
+            loss.backward()
+    return tracker.peak_bytes, torch.cat([p.grad.double().flatten() for p in task.model.parameters()])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_what_is_measured_fits_and_the_smallest_budget_is_accepted(name: str) -> None:
+    task = TASKS[name](BATCH)
+    with pytest.raises(koila.BudgetError, match="needs .* at the smallest, allowed 1000") as refused:
+        gradients(task, 1000)
+    assert all(p.grad is None for p in task.model.parameters())
+    smallest = refused.value.needed_bytes
+    assert refused.value.allowed_bytes == 1000 and f"budget={smallest}" in str(refused.value)
+
+    _, expected = gradients(task, None)
+    for allowed in (smallest, 4 * smallest):
+        measured, found = gradients(task, allowed)
+        assert measured <= allowed
+        assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
+    with pytest.raises(koila.BudgetError, match="at the smallest"):
+        gradients(task, smallest - 1)
