@@ -5,8 +5,8 @@ batch normalisation and in a GPT with dropout, unsplit and in uneven chunks, wit
 without. After each failure the program is recorded anew and gives eager's numbers.
 
 The commit is one call of the autograd engine, after the statistics of batch normalisation are written, as in eager;
-unsplit, that call is the whole backward pass. An operator that fails inside it leaves the gradients as they were too, and
-the statistics as they were or as eager's forward pass leaves them, never some of them.
+unsplit, that call is the whole backward pass. An operator that fails inside it leaves the gradients as they were too,
+and the statistics as they were or as eager's forward pass leaves them, never some of them.
 """
 
 from __future__ import annotations

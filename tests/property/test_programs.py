@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, note, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.property.draft import Program
@@ -19,25 +18,37 @@ from tests.property.trial import Discarded, chunk_sizes, reduced, trial
 EXAMPLES = int(os.environ.get("KOILA_EXAMPLES", "150"))
 
 
-@given(seed=st.integers(0, 2**32 - 1))
-@settings(
-    max_examples=EXAMPLES,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    # A seed does not shrink: `reduced` shrinks the program.
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
-)
-def test_a_random_program_has_the_numbers_of_eager(seed: int) -> None:
-    program = make(seed)
-    try:
-        difference = trial(program)
-    except Discarded as reason:
-        note(str(reason))
-        assume(False)
-    if difference is not None:
-        pytest.fail(f"{difference}\n{reduced(program, chunk_sizes(program))}")
+REDUCED = 10
+"""So many failures are reduced to small programs; the others are reported by their seed."""
+
+
+def test_a_random_program_has_the_numbers_of_eager() -> None:
+    failures: list[tuple[Program, str]] = []
+
+    @given(seed=st.integers(0, 2**32 - 1))
+    @settings(
+        max_examples=EXAMPLES,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        # A seed does not shrink: `reduced` shrinks the program.
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+    )
+    def examine(seed: int) -> None:
+        program = make(seed)
+        try:
+            difference = trial(program)
+        except Discarded:
+            assume(False)
+        if difference is not None:
+            failures.append((program, difference))
+
+    examine()
+    texts = [f"seed {program.seed}: {difference}" for program, difference in failures]
+    for number, (program, _) in enumerate(failures[:REDUCED]):
+        texts[number] += f"\n{reduced(program, chunk_sizes(program))}"
+    assert not failures, f"{len(failures)} of {EXAMPLES} programs differ\n" + "\n".join(texts)
 
 
 def test_the_generator_is_deterministic() -> None:

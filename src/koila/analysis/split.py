@@ -84,8 +84,8 @@ class _Typing:
         self.items: dict[fx.Node, Item] = {}
         self.converted: dict[Any, Item] = {}
         self.gathers: list[tuple[str, str]] = []
-        self.to_reslice: set[Item] = set()
-        """Operators with several results whose results are cut again."""
+        self.to_reslice: dict[Item, set[int]] = {}
+        """Operators with several results whose results are cut again, with the dimensions to try."""
 
     def run(self) -> Facts:
         placeholders = iter(self.joint.inputs)
@@ -124,19 +124,21 @@ class _Typing:
             return self._whole_call(node, operands)
         ruling = self._ruling(node)
         if ruling is None:
-            return self._resliced(self._whole_call(node, [self._whole(item, node.name) for item in operands]))
+            whole = self._whole_call(node, [self._whole(item, node.name) for item in operands])
+            return self._resliced(whole, {item.type.dim for item in operands if isinstance(item.type, Sliced)})
         return self._chunk_call(node, ruling)
 
-    def _resliced(self, whole: Item) -> Item:
-        """What an operator made of the whole batch is cut again, so that what follows runs in chunks.
+    def _resliced(self, whole: Item, dims: set[int]) -> Item:
+        """What an operator made of gathered values is cut again, so that what follows runs in chunks.
 
-        Any cut is exact; the first dimension of the batch's size is taken because it is likely to be the batch.
+        Any cut is exact; a dimension in which an operand had the batch is likely to be the batch still.
         """
         value = whole.node.meta.get("val")
         if not isinstance(value, torch.Tensor):
-            self.to_reslice.add(whole)
+            self.to_reslice[whole] = dims
             return whole
-        dim = next((dim for dim, size in enumerate(value.shape) if size == self.num_samples), None)
+        shape = tuple(value.shape)
+        dim = next((dim for dim in sorted(dims) if dim < len(shape) and shape[dim] == self.num_samples), None)
         return whole if dim is None else self._slice(whole, Sliced(dim))
 
     def _whole_call(self, node: fx.Node, operands: list[Item]) -> Item:
@@ -146,7 +148,7 @@ class _Typing:
     def _part(self, node: fx.Node, source: Item, index: int) -> Item:
         if not source.per_chunk:
             whole = self._whole_call(node, [source])
-            return self._resliced(whole) if source in self.to_reslice else whole
+            return self._resliced(whole, self.to_reslice.get(source, set()))
         kind = source.type[index] if isinstance(source.type, tuple) else source.type
         return Item("part", node, kind, (source,), index=index, phase=source.phase)
 

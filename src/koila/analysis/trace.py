@@ -171,7 +171,9 @@ class _Program:
 
         lookup_for = lambda node: self.marks.lookup(position[node], node, lookup)  # noqa: E731
         tagger = _Tagger()
-        replay(self.graph.nodes, environment, lookup_for, numbers, lambda node: tagger.tag(position[node]))
+        replay(
+            self.graph.nodes, environment, lookup_for, numbers, lambda node: tagger.tag(position[node]), onednn=False
+        )
         return environment
 
     def _value(self, value: Value, environment: dict[Value, Any], leaves: list[torch.Tensor]) -> Any:
@@ -297,6 +299,9 @@ def _replace_by_source(graph: fx.Graph, node: fx.Node) -> None:
     """A copy over all of a tensor depends on what is copied alone."""
     source, fake = node.args[1], node.meta["val"]
     if not isinstance(source, fx.Node) or source.meta["val"].shape != fake.shape:
+        return
+    # What follows was traced for the layout of the copy.
+    if source.meta["val"].stride() != fake.stride() or not fake.is_contiguous():
         return
     if source.meta["val"].dtype != fake.dtype:
         with graph.inserting_before(node):

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.nn.parallel import distributed
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from koila.capture.recorder import Bridge, lazy_forward, recorder
+from koila.capture.recorder import Bridge, lazy_forward, realize, recorder
 from koila.ir.tree import leaves
 
 
@@ -39,9 +40,11 @@ def _patch_function() -> None:
 
     @wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if _has_lazy((args, kwargs)):
-            return lazy_forward(_function_call(cls, original), *args, **kwargs)
-        return original(cls, *args, **kwargs)
+        if not _has_lazy((args, kwargs)):
+            return original(cls, *args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            return args[0](*args[2:])  # (function, preserve_rng_state, *its arguments): inlined.
+        return lazy_forward(_function_call(cls, original), *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
 
@@ -109,6 +112,21 @@ def _differentiates(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in (*module.parameters(), *tensors))
 
 
+def _patch_ddp() -> None:
+    """With `find_unused_parameters`, DDP follows `grad_fn` from its outputs: they must be real by then."""
+    if not torch.distributed.is_available():
+        return
+    original = distributed._find_tensors
+
+    @wraps(original)
+    def find_tensors(found: Any) -> Any:
+        if isinstance(found, Bridge.lazy_type):
+            return [realize(found._value, "DistributedDataParallel")]
+        return original(found)
+
+    distributed._find_tensors = find_tensors
+
+
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     Bridge.realizer.before_step([p for group in optimizer.param_groups for p in group["params"]])
 
@@ -120,4 +138,5 @@ def install() -> None:
     _patch_checkpoint()
     _patch_state()
     _patch_fast_paths()
+    _patch_ddp()
     register_optimizer_step_pre_hook(_before_step)

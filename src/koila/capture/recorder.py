@@ -6,6 +6,7 @@ an earlier one), then of the shape cache, then of fake tensors.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -52,13 +53,23 @@ class Unhashable(Exception):
     """An argument that cannot be part of a key."""
 
 
-class Recorder(threading.local):
-    """What a thread has recorded and not run yet."""
+_epochs = itertools.count()
+
+
+class _Place(threading.local):
+    """Where a thread stands in its program."""
 
     def __init__(self) -> None:
         self.trie = TrieCache()
-        self.epoch = 0
+        self.epoch = next(_epochs)
         self.count = 0
+
+
+class Recorder:
+    """What is recorded and has not run yet; a value may be recorded in one thread and run in another."""
+
+    def __init__(self) -> None:
+        self.place = _Place()
         self.effects: list[Node] = []
         """Nodes that write to real tensors: they run with the next run, whoever asks for it."""
         self.tape: list[weakref.ref[Node]] = []
@@ -68,9 +79,9 @@ class Recorder(threading.local):
 
     def new_epoch(self) -> None:
         """A run has happened: the next recorded call starts a new program."""
-        self.trie.reset_current()
-        self.epoch += 1
-        self.count = 0
+        self.place.trie.reset_current()
+        self.place.epoch = next(_epochs)
+        self.place.count = 0
         self.tape = [weakref.ref(node) for node in self.pending()]
 
     def pending(self) -> list[Node]:
@@ -202,7 +213,7 @@ def _inference_for(func: Any, scan: Scan, cacheable: bool, context: Context) -> 
     if not cacheable:
         events.count("shape_cache::miss::an argument cannot be hashed")
         return infer_now()
-    epoch, trie = recorder.epoch, recorder.trie
+    epoch, trie = recorder.place.epoch, recorder.place.trie
     statics = tuple(scan.statics)
     sharing = _sharing(scan.operands) if len(scan.operands) > 1 else ()
     key = (func, context, statics, tuple([_trie_operand(o, epoch) for o in scan.operands]), sharing)
@@ -295,8 +306,9 @@ def _wrapper(node: Node, scan: Scan) -> Callable[[Output], Any]:
             return original
         value = Value(output.prepass, _output_storage(output, scan, made), node, index)
         value.is_view = output.is_view
-        value.position = (recorder.epoch, recorder.count)
-        recorder.count += 1
+        place = recorder.place
+        value.position = (place.epoch, place.count)
+        place.count += 1
         node.set_output(index, value)
         made.append(value)
         return Bridge.lazy_type._wrap(value)

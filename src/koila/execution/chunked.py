@@ -16,7 +16,7 @@ from koila import events
 from koila.analysis.split import Item
 from koila.analysis.trace import SlotArgument, slot_values
 from koila.analysis.types import Merged, Sliced, store_chunk
-from koila.execution.loops import Loop, compile_loop
+from koila.execution.loops import VIEWS, Loop, compile_loop, needs_contiguous
 from koila.ir.draws import Source
 from koila.ir.graph import Graph
 from koila.ir.tree import map_leaves
@@ -124,14 +124,19 @@ class _Run:
         node = item.node
         if node.op == "get_attr":
             return getattr(self.plan.facts.joint.module, str(node.target))
-        operands = iter([self._value(operand) for operand in item.operands])
+        operands = iter([self._operand(operand, node.target) for operand in item.operands])
 
         def swap(leaf: Any) -> Any:
             if isinstance(leaf, SlotArgument):
                 return slot_values(self.graph, (leaf.slot,))[0]
             return next(operands) if isinstance(leaf, fx.Node) else leaf
 
-        return node.target(*map_leaves(node.args, swap), **map_leaves(node.kwargs, swap))  # type: ignore[operator]
+        target: Any = torch.ops.aten.reshape.default if node.target in VIEWS else node.target
+        return target(*map_leaves(node.args, swap), **map_leaves(node.kwargs, swap))
+
+    def _operand(self, item: Item, target: Any) -> Any:
+        value = self._value(item)
+        return value.contiguous() if isinstance(value, torch.Tensor) and needs_contiguous(item, target) else value
 
     def _value(self, item: Item) -> Any:
         """A whole value."""

@@ -25,7 +25,7 @@ from koila.execution.evaluation import Evaluation, connected_leaves
 from koila.execution.programs import NotSplittable, Program, Results, Selection
 from koila.execution.projection import Projection, project_whole
 from koila.execution.segment import Demanded, Gradients, SegmentState, attach
-from koila.execution.transaction import gradients_restored_on_error, write_effects
+from koila.execution.transaction import gradients_restored_on_error, leaves_behind, write_effects
 from koila.execution.whole import gradients_whole, run_whole
 from koila.interfaces import BatchInfo
 from koila.ir.cache import Cache
@@ -52,9 +52,18 @@ class Engine:
     def backward(self, request: BackwardRequest) -> None:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
-        self._realize(involved, request)
-        _backward_on_real(request)
+        with gradients_restored_on_error(self._accumulating(request)):
+            self._realize(involved, request)
+            _backward_on_real(request)
         self._recorder.new_epoch()
+
+    def _accumulating(self, request: BackwardRequest) -> list[torch.Tensor]:
+        """Tensors whose .grad a backward may change."""
+        roots = [root for root in request.roots if isinstance(root, Value)]
+        found = list(collect(roots, []).leaves)
+        reals = [root.real if isinstance(root, Value) else root for root in request.roots]
+        real_inputs = [real for real in (*found, *reals) if real is not None and real.requires_grad]
+        return [real for real in real_inputs if real.is_leaf] + leaves_behind(real_inputs)
 
     def before_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """An optimizer is about to change parameters: run what the user holds and is pending on them, if it fits."""
@@ -215,7 +224,7 @@ class Engine:
                 continue
             values = [_fresh(results.outputs[index], graph.leaves) for index in group]
             demanded = Demanded(guessed=group[0] in roots)
-            state = SegmentState(_rerun(own, leaves, budget), demanded)
+            state = SegmentState(_Again(own, leaves, budget), demanded)
             if group[0] in roots:
                 chosen = {id(graph.leaves[n]): g for n, g in zip(program.joint.wrt, results.gradients, strict=True)}
                 state.held = [chosen[id(own.leaves[leaf])] for leaf in leaves]
@@ -310,27 +319,37 @@ def _own_graph(graph: Graph, group: tuple[int, ...]) -> Graph:
     return Graph(tuple(node for node in needed.nodes if node in graph.positions), tuple(values))
 
 
-def _rerun(graph: Graph, leaves: tuple[int, ...], budget: Budget) -> Any:
-    """The gradients of a segment by running its program again in chunks, for any gradients of its outputs."""
-    versions = [version_of(leaf) for leaf in graph.leaves]
+class _Again:
+    """A segment's program, run again in chunks for any gradients of its outputs."""
 
-    def gradients(incoming: Sequence[torch.Tensor | None]) -> Gradients:
-        events.count("segment::rerun")
-        if [version_of(leaf) for leaf in graph.leaves] != versions:
+    def __init__(self, graph: Graph, leaves: tuple[int, ...], budget: Budget) -> None:
+        self.graph, self.leaves, self.budget = graph, leaves, budget
+        self.versions = [version_of(leaf) for leaf in graph.leaves]
+
+    def check_fresh(self) -> None:
+        if [version_of(leaf) for leaf in self.graph.leaves] != self.versions:
             raise StaleInputError(
-                "an input was changed after the forward pass and before the backward pass that needs it again",
-                where=f"recorded at {graph.nodes[0].site}",
-                hint="change it after backward(), or call backward() before anything asks for the value",
+                "an input was changed after the forward pass and before the backward pass that needs it",
+                where=f"recorded at {self.graph.nodes[0].site}",
+                hint="change it after backward()",
             )
+
+    def run(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        events.count("segment::rerun")
         roots = tuple(index for index, g in enumerate(incoming) if g is not None)
         seeds = tuple(g for g in incoming if g is not None)
         try:
-            return _gradients_split(graph, roots, seeds, leaves, budget)
+            return _gradients_split(self.graph, roots, seeds, self.leaves, self.budget)
         except NotSplittable as reason:
             _count_fallback(str(reason))
-            return gradients_whole(graph, [graph.outputs[root] for root in roots], seeds, leaves)
+            return gradients_whole(self.graph, [self.graph.outputs[root] for root in roots], seeds, self.leaves)
 
-    return gradients
+    def differentiably(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        events.count("segment::rerun")
+        _count_fallback("create_graph=True needs the graph of the whole run")
+        roots = [value for value, g in zip(self.graph.outputs, incoming, strict=True) if g is not None]
+        seeds = [g for g in incoming if g is not None]
+        return gradients_whole(self.graph, roots, seeds, self.leaves, create_graph=True)
 
 
 def _gradients_split(
@@ -357,11 +376,6 @@ def _real(tensor: Value | torch.Tensor) -> torch.Tensor:
 def _backward_on_real(request: BackwardRequest) -> None:
     roots = [_real(root) for root in request.roots]
     inputs = None if request.inputs is None else [_real(tensor) for tensor in request.inputs]
-    with gradients_restored_on_error(roots, inputs):
-        torch.autograd.backward(
-            roots,
-            request.gradients,
-            retain_graph=request.retain_graph,
-            create_graph=request.create_graph,
-            inputs=inputs,
-        )
+    torch.autograd.backward(
+        roots, request.gradients, retain_graph=request.retain_graph, create_graph=request.create_graph, inputs=inputs
+    )

@@ -111,10 +111,7 @@ class _Writer:
 
     def _call(self, item: Item) -> str:
         target, arguments = chunk_call(item, self.chunk)
-        names = {
-            number: self.names[operand] if operand.per_chunk else self._whole(operand)
-            for number, operand in enumerate(item.operands)
-        }
+        names = {number: self._operand(operand, target) for number, operand in enumerate(item.operands)}
         function = self._constant(target)
         if not isinstance(target, torch._ops.OpOverload):
             return f"{function}({', '.join(f'{n}={self._literal(v, names)}' for n, v in arguments.items())})"
@@ -127,6 +124,11 @@ class _Writer:
             keyword = argument.kwarg_only or len(parts) < names_of(target).index(argument.name)
             parts.append(f"{argument.name}={text}" if keyword else text)
         return f"{function}({', '.join(parts)})"
+
+    def _operand(self, operand: Item, target: Any) -> str:
+        """A kernel that was traced with contiguous memory may rely on it; a chunk of it need not be contiguous."""
+        name = self.names[operand] if operand.per_chunk else self._whole(operand)
+        return f"{name}.contiguous()" if needs_contiguous(operand, target) else name
 
     def _literal(self, value: Any, names: dict[int, str]) -> str:
         if isinstance(value, _Operand):
@@ -169,7 +171,27 @@ def chunk_call(item: Item, chunk: int) -> tuple[Callable[..., Any], dict[str, An
         arguments.update({name: list(shape) for name in ruling.sizes})
     if ruling.rewrite is not None:
         arguments = ruling.rewrite(arguments, chunk)
-    return ruling.target or item.node.target, arguments  # type: ignore[return-value]
+    return as_reshape(ruling.target or item.node.target, arguments)
+
+
+VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
+def as_reshape(target: Any, arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A chunk may lie in memory otherwise than the whole value: a view becomes a reshape."""
+    if target not in VIEWS:
+        return target, arguments
+    return torch.ops.aten.reshape.default, {"self": arguments["self"], "shape": arguments["size"]}
+
+
+def needs_contiguous(operand: Item, target: Any) -> bool:
+    """Whether an operator is a kernel that was traced with this operand contiguous."""
+    if not isinstance(target, torch._ops.OpOverload) or target.is_view or torch.Tag.pointwise in target.tags:
+        return False
+    value = operand.node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.ndim < 2 or target is torch.ops.aten.reshape.default:
+        return False
+    return value.is_contiguous()
 
 
 def chunk_shape(item: Item, chunk: int) -> tuple[int, ...]:

@@ -102,7 +102,10 @@ class Program:
         if not facts.is_split:
             return "nothing in it can be cut along the batch"
         compiled = CompiledPlan(make_plan(facts, chunk_size))
-        compiled.prepare()
+        try:
+            compiled.prepare()
+        except Exception as error:  # A chunk that is illegal on fake tensors is found before anything runs (Rule 3).
+            return f"its chunks are illegal: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         events.count("plans")
         events.sample("plan_seconds", time.perf_counter() - started)
         return compiled

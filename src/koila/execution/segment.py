@@ -8,12 +8,25 @@ PyTorch steals them instead of copying.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 Gradients = list[torch.Tensor | None]
+
+
+class Rerun(Protocol):
+    """The program of a segment, ready to be run again for its gradients."""
+
+    def check_fresh(self) -> None:
+        """Raise if an input was changed since the forward pass (Rule 5)."""
+
+    def run(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        """The gradients of the leaves for those of the outputs."""
+
+    def differentiably(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        """The same, as results of PyTorch's own autograd on the leaves."""
 
 
 class Demanded:
@@ -29,8 +42,8 @@ class Demanded:
 class SegmentState:
     """How the gradients of one segment are obtained."""
 
-    def __init__(self, rerun: Callable[[Sequence[torch.Tensor | None]], Gradients], demanded: Demanded) -> None:
-        self._rerun: Callable[[Sequence[torch.Tensor | None]], Gradients] | None = rerun
+    def __init__(self, rerun: Rerun, demanded: Demanded) -> None:
+        self._rerun: Rerun | None = rerun
         self.demanded = demanded
         self.held: Gradients | None = None
         """Gradients for `seeds`, computed with the values."""
@@ -40,10 +53,13 @@ class SegmentState:
     def gradients(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The gradients for what the engine brings."""
         self.demanded.asked = True
+        assert self._rerun is not None
+        self._rerun.check_fresh()
+        if torch.is_grad_enabled():  # create_graph=True: the gradients are to be differentiated again.
+            return self._rerun.differentiably(incoming)
         scale = None if self.held is None else _common_scale(self.seeds, incoming)
         if self.held is None or scale is None:
-            assert self._rerun is not None
-            return self._rerun(incoming)
+            return self._rerun.run(incoming)
         gradients, self.held = self.held, None
         if scale != 1.0:
             for gradient in gradients:

@@ -29,10 +29,10 @@ def restored_on_error(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def gradients_restored_on_error(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] | None) -> Iterator[None]:
-    """If backward raises, gradients are as they were."""
-    targets = _leaves_behind(roots) if inputs is None else list(inputs)
-    saved = [(t, t.grad, None if t.grad is None else t.grad.detach().clone()) for t in targets if t.is_leaf]
+def gradients_restored_on_error(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """If the body raises, the gradients of these leaves are as they were."""
+    targets = {id(tensor): tensor for tensor in tensors}.values()
+    saved = [(t, t.grad, None if t.grad is None else t.grad.detach().clone()) for t in targets]
     try:
         yield
     except BaseException:
@@ -44,7 +44,7 @@ def gradients_restored_on_error(roots: Sequence[torch.Tensor], inputs: Sequence[
         raise
 
 
-def _leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors whose .grad a backward from the roots may change."""
     found: dict[int, torch.Tensor] = {}
     pending: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]

@@ -75,11 +75,20 @@ def run_whole(graph: Graph, wanted: set[Value], effects: set[Node]) -> dict[Valu
 
 
 def gradients_whole(
-    graph: Graph, roots: Sequence[Value], seeds: Sequence[torch.Tensor], wrt: Sequence[int]
+    graph: Graph,
+    roots: Sequence[Value],
+    seeds: Sequence[torch.Tensor],
+    wrt: Sequence[int],
+    create_graph: bool = False,
 ) -> list[torch.Tensor | None]:
-    """The gradients of some values by replaying the program on copies of its leaves that share their data."""
-    aliases = [graph.leaves[index].detach().requires_grad_() for index in wrt]
+    """The gradients of some values by replaying the program on its leaves.
+
+    Without `create_graph` on stand-ins that share their data, so that nobody's hooks are called.
+    """
+    leaves = [graph.leaves[index] for index in wrt]
+    aliases = leaves if create_graph else [leaf.detach().requires_grad_() for leaf in leaves]
     swap = {id(graph.leaves[index]): alias for index, alias in zip(wrt, aliases, strict=True)}
     with torch.enable_grad():
         environment = _replay(graph, set(roots), set(), swap)
-        return list(torch.autograd.grad([environment[r] for r in roots], aliases, list(seeds), allow_unused=True))
+        wanted = [environment[root] for root in roots]
+        return list(torch.autograd.grad(wanted, aliases, list(seeds), allow_unused=True, create_graph=create_graph))

@@ -89,6 +89,11 @@ def _state(fake: torch.Tensor) -> tuple[int, bool]:
     return fake._version, fake.requires_grad
 
 
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    """Instead of the user's hooks on saved tensors, which must not see fake ones."""
+    return tensor
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Fake tensors log a traceback for every wrong shape; eager's own error follows anyway."""
@@ -141,7 +146,7 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
             swap = lambda leaf: fakes.get(id(leaf), leaf)  # noqa: E731
             fake_args, fake_kwargs = map_leaves(args, swap), map_leaves(kwargs, swap)
             before = {key: _state(fake) for key, fake in fakes.items()}
-            with watch, _quiet():
+            with watch, _quiet(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 result = func(*fake_args, **fake_kwargs)
         ordered = [fakes[id(operand)] for operand in operands]
         written = [_state(fake) != before[id(operand)] for operand, fake in zip(operands, ordered, strict=True)]

@@ -26,21 +26,63 @@ class Context:
     inference: bool
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
     """(device type, dtype, weight cache) of each enabled autocast."""
+    nested: bool
+    """Whether it is inside any autocast region, enabled or not: the cache of cast weights lives as long."""
     default_dtype: torch.dtype
+    kernels: tuple[bool, ...]
+    """Which fused kernels were allowed: oneDNN; flash, memory-efficient and plain attention."""
 
-    def enter(self) -> ExitStack:
-        """The context, entered; leave it by closing the stack."""
+    def enter_region(self) -> ExitStack:
+        """The outermost autocast region; its cache of cast weights lives until the stack is closed."""
         stack = ExitStack()
-        stack.enter_context(torch.inference_mode(self.inference))
-        stack.enter_context(torch.set_grad_enabled(self.grad))
+        if self.nested:
+            torch.autocast_increment_nesting()
+            stack.callback(_leave_region)
+        return stack
+
+    def enter(self, onednn: bool) -> ExitStack:
+        """The rest of the context, entered, if need be without oneDNN; leave it by closing the stack."""
+        stack = ExitStack()
         for device_type, dtype, cache in self.autocast:
             stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=cache))
         if not self.autocast and torch.is_autocast_enabled("cpu"):
             stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.inference_mode(self.inference))
+        stack.enter_context(torch.set_grad_enabled(self.grad))
+        now, wanted = _kernels(), (self.kernels[0] and onednn, *self.kernels[1:])
+        if now != wanted:
+            stack.callback(_allow_kernels, now)
+            _allow_kernels(wanted)
         if torch.get_default_dtype() != self.default_dtype:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self.default_dtype)
         return stack
+
+
+def _leave_region() -> None:
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+
+
+def _in_region() -> bool:
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting() > 0)
+
+
+def _kernels() -> tuple[bool, ...]:
+    return (
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+    )
+
+
+def _allow_kernels(kernels: tuple[bool, ...]) -> None:
+    torch._C._set_mkldnn_enabled(kernels[0])
+    torch._C._set_sdp_use_flash(kernels[1])
+    torch._C._set_sdp_use_mem_efficient(kernels[2])
+    torch._C._set_sdp_use_math(kernels[3])
 
 
 _contexts: dict[tuple[Any, ...], Context] = {}
@@ -55,7 +97,8 @@ def current_context() -> Context:
             for kind in ("cpu", "cuda")
             if torch.is_autocast_enabled(kind)
         )
-    key = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype())
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    key = (grad, inference, autocast, _in_region(), torch.get_default_dtype(), _kernels())
     found = _contexts.get(key)
     if found is None:
         found = _contexts[key] = Context(*key)
@@ -91,18 +134,26 @@ def replay(
     lookup_for: Callable[[Node], Lookup],
     numbers_of: Callable[[Node], Sequence[torch.Tensor]],
     after: Callable[[Node], None] | None = None,
+    onednn: bool = True,
 ) -> None:
-    """Replay nodes in program order; consecutive nodes share one entry into their context."""
-    context, stack = None, ExitStack()
+    """Replay nodes in program order; consecutive nodes share one entry into their context.
+
+    Without `onednn` its kernels are not used: its fused recurrent layers hide a workspace that a trace would lack.
+    """
+    context, outer, stack = None, ExitStack(), ExitStack()
     try:
         for node in nodes:
             if node.context is not context:
                 stack.close()
+                if context is None or context.nested != node.context.nested:
+                    outer.close()
+                    outer = node.context.enter_region()
                 context = node.context
-                stack = context.enter()
+                stack = context.enter(onednn)
             result = replay_node(node, lookup_for(node), numbers_of(node) if node.draws else ())
             assign_outputs(node, result, environment)
             if after is not None:
                 after(node)
     finally:
         stack.close()
+        outer.close()
