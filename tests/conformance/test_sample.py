@@ -24,10 +24,10 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("suite", "chunks", "one_in"),
     [
-        ("ops", (), 4),
-        ("ops", ("1", "uneven"), 10),
-        ("modules", (), 3),
-        ("modules", ("1", "uneven"), 8),
+        ("ops", (), 6),
+        ("ops", ("1", "uneven"), 20),
+        ("modules", (), 5),
+        ("modules", ("1", "uneven"), 16),
     ],
     ids=["ops whole", "ops split", "modules whole", "modules split"],
 )

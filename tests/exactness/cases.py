@@ -169,7 +169,9 @@ def observe(
 def _call(program: Callable[..., Any], net: nn.Module | None, inputs: tuple[Any, ...], backward: bool) -> Any:
     outputs = program(*inputs) if net is None else program(net, *inputs)
     if backward:
-        losses = [scalar(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        losses = [
+            scalar(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         if losses:
             sum(losses[1:], losses[0]).backward()
     return outputs
@@ -202,7 +204,9 @@ def assert_same(found: Any, expected: Any, where: str, tolerance: float | None =
         assert found is None, f"{where}: {found} instead of None"
         return
     if not isinstance(expected, torch.Tensor):
-        assert found == pytest.approx(expected, rel=tolerance or 1e-10, nan_ok=True), f"{where}: {found}, not {expected}"
+        assert found == pytest.approx(expected, rel=tolerance or 1e-10, nan_ok=True), (
+            f"{where}: {found}, not {expected}"
+        )
         return
     assert isinstance(found, torch.Tensor), f"{where}: {found} instead of a tensor"
     one, other = found.detach(), expected.detach()

@@ -206,7 +206,10 @@ def _called(net: nn.Module, *inputs: torch.Tensor) -> Any:
     _row("pairwise distances by cdist", lambda net, a, b: torch.cdist(net(a), net(b)).mean()),
     _row("pairwise distances by pdist", lambda net, a, b: F.pdist(net(a)).mean() + net(b).mean()),
     _row("pairwise distances by broadcasting", lambda net, a, b: (net(a)[:, None] - net(b)[None]).abs().sum(-1).mean()),
-    _row("cosine similarity of all pairs", lambda net, a, b: F.cosine_similarity(net(a)[:, None], net(b)[None], dim=-1).square().mean()),
+    _row(
+        "cosine similarity of all pairs",
+        lambda net, a, b: F.cosine_similarity(net(a)[:, None], net(b)[None], dim=-1).square().mean(),
+    ),
     _row("supervised contrastive", _supervised, _labelled),
     _row("batch-hard mining", _batch_hard, _labelled),
     _row("mining by topk over the batch", _hard_topk, _labelled),
@@ -220,7 +223,7 @@ def _called(net: nn.Module, *inputs: torch.Tensor) -> Any:
     _row("MMD", _mmd),
     _row("CORAL", _coral),
     _row("MoCo queue", _called, module=_Moco),
-)  # fmt: skip
+)
 def test_across_samples(case: Case) -> None:
     verify(case)
 
@@ -228,15 +231,19 @@ def test_across_samples(case: Case) -> None:
 def test_pairs_within_the_batch() -> None:
     check(
         lambda net, x, y: F.relu(net(x).view(x.shape[0] // 2, 2, -1).diff(dim=1).square().sum(-1) - 0.5).mean(),
-        _labelled, _encoder, sizes=EVEN, chunks=(1, 2, 3, 4, 5),
-    )  # fmt: skip
+        _labelled,
+        _encoder,
+        sizes=EVEN,
+        chunks=(1, 2, 3, 4, 5),
+    )
 
 
 def test_attention_over_the_batch() -> None:
     check(
         lambda net, a, b: F.scaled_dot_product_attention(net(a)[None], net(b)[None], net(b)[None])[0],
-        _views, _encoder,
-    )  # fmt: skip
+        _views,
+        _encoder,
+    )
 
 
 def test_dino_center_changed_behind_the_recorded_program() -> None:

@@ -62,24 +62,32 @@ def _calibrated(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     Case(
         "logp[arange(B), y]",
         lambda net, x, y: -net(x).log_softmax(1)[torch.arange(x.shape[0]), y].mean(),
-        _classes, _head,
+        _classes,
+        _head,
     ),
     Case(
         "logp[range(B), y]",
         lambda net, x, y: -net(x).log_softmax(1)[range(x.shape[0]), y].mean(),
-        _classes, _head,
+        _classes,
+        _head,
     ),
     Case(
         "logp[arange(B)[:, None], arange(T), y]",
-        lambda net, x, y: -net(x).log_softmax(2)[
-            torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1]), y
-        ].mean(),
-        lambda s: (s.x(s.B, s.T, s.D), s.y(s.B, s.T)), _head,
+        lambda net, x, y: -net(x).log_softmax(2)[torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1]), y].mean(),
+        lambda s: (s.x(s.B, s.T, s.D), s.y(s.B, s.T)),
+        _head,
     ),
     Case("gather", lambda net, x, y: -net(x).log_softmax(1).gather(1, y[:, None]).mean(), _classes, _head),
-    Case("take_along_dim", lambda net, x, y: -net(x).log_softmax(1).take_along_dim(y[:, None], 1).mean(), _classes, _head),
+    Case(
+        "take_along_dim", lambda net, x, y: -net(x).log_softmax(1).take_along_dim(y[:, None], 1).mean(), _classes, _head
+    ),
     Case("one_hot", lambda net, x, y: _one_hot(net(x).log_softmax(1), y), _classes, _head),
-    Case("logsumexp minus chosen", lambda net, x, y: (net(x).logsumexp(1) - net(x).gather(1, y[:, None])[:, 0]).mean(), _classes, _head),
+    Case(
+        "logsumexp minus chosen",
+        lambda net, x, y: (net(x).logsumexp(1) - net(x).gather(1, y[:, None])[:, 0]).mean(),
+        _classes,
+        _head,
+    ),
     Case("square().mean()", lambda net, x, y: (net(x) - y[:, None]).square().mean(), _classes, _head),
     Case("pow(2).sum() / B", lambda net, x, y: (net(x) - y[:, None]).pow(2).sum() / x.shape[0], _classes, _head),
     Case("pow(2).sum() / numel", lambda net, x, y: (out := net(x)).pow(2).sum() / out.numel(), _classes, _head),
@@ -90,7 +98,8 @@ def _calibrated(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     Case(
         "dice over the batch",
         lambda net, x, y: 1 - 2 * ((p := net(x).softmax(1)) * F.one_hot(y, p.shape[1])).sum() / (p.sum() + x.shape[0]),
-        _classes, _head,
+        _classes,
+        _head,
     ),
     Case("log of the sum of exponents of everything", lambda net, x, y: net(x).flatten().logsumexp(0), _classes, _head),
     Case("largest of everything", lambda net, x, y: net(x).max() - net(x).amin() + net(x).mean(), _classes, _head),
@@ -100,44 +109,61 @@ def _calibrated(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     Case(
         "KL of two heads",
         lambda net, x, y: F.kl_div(net(x).log_softmax(1), net(2 * x).softmax(1), reduction="batchmean"),
-        _classes, _head,
+        _classes,
+        _head,
     ),
     Case(
         "KL to a detached teacher",
-        lambda net, x, y: F.kl_div((net(x) / 2).log_softmax(1), (net(x + 1).detach() / 2).softmax(1), reduction="batchmean") * 4,
-        _classes, _head,
+        lambda net, x, y: (
+            F.kl_div((net(x) / 2).log_softmax(1), (net(x + 1).detach() / 2).softmax(1), reduction="batchmean") * 4
+        ),
+        _classes,
+        _head,
     ),
     Case("label smoothing", lambda net, x, y: _smoothed(net(x).log_softmax(1), y), _classes, _head),
     Case("label smoothing by scatter_", lambda net, x, y: _smoothed_target(net(x).log_softmax(1), y), _classes, _head),
     Case(
         "per-sample weights",
         lambda net, x, y, w: (F.cross_entropy(net(x), y, reduction="none") * w).sum() / w.sum(),
-        lambda s: (*_classes(s), s.p(s.B)), _head,
+        lambda s: (*_classes(s), s.p(s.B)),
+        _head,
     ),
     Case(
         "per-sample weights, mean",
         lambda net, x, y, w: (F.cross_entropy(net(x), y, reduction="none") * w).mean(),
-        lambda s: (*_classes(s), s.p(s.B)), _head,
+        lambda s: (*_classes(s), s.p(s.B)),
+        _head,
     ),
     Case("several losses and regularisers", _all_together, _classes, _head),
     Case(
         "regulariser alone beside a sum",
         lambda net, x, y: net(x).sum() + 0.5 * torch.stack([p.norm() for p in net.parameters()]).sum(),
-        _classes, _head,
+        _classes,
+        _head,
     ),
     Case(
         "losses with different denominators",
-        lambda net, x, y: F.cross_entropy(net(x), y) + F.cross_entropy(net(-x), y, reduction="sum") / 3
-        + F.mse_loss(net(x)[:, 0], y.to(x.dtype)),
-        _classes, _head,
+        lambda net, x, y: (
+            F.cross_entropy(net(x), y)
+            + F.cross_entropy(net(-x), y, reduction="sum") / 3
+            + F.mse_loss(net(x)[:, 0], y.to(x.dtype))
+        ),
+        _classes,
+        _head,
     ),
-    Case("loss * its own detached scale", lambda net, x, y: (loss := net(x).square().mean()) / (loss.detach() + 1), _classes, _head),
+    Case(
+        "loss * its own detached scale",
+        lambda net, x, y: (loss := net(x).square().mean()) / (loss.detach() + 1),
+        _classes,
+        _head,
+    ),
     Case(
         "log of a loss",
         lambda net, x, y: F.cross_entropy(net(x), y).log() + F.mse_loss(net(x), net(x).detach() + 1).sqrt(),
-        _classes, _head,
+        _classes,
+        _head,
     ),
-)  # fmt: skip
+)
 def test_loss_by_hand(case: Case) -> None:
     verify(case)
 
@@ -153,31 +179,42 @@ def _token_losses(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Ten
 
 
 @table(
-    Case("loss.sum() / mask.sum()", lambda net, x, y, m: (_token_losses(net, x, y) * m).sum() / m.sum(), _tokens, _head),
+    Case(
+        "loss.sum() / mask.sum()", lambda net, x, y, m: (_token_losses(net, x, y) * m).sum() / m.sum(), _tokens, _head
+    ),
     Case(
         "mean over the samples of means over tokens",
         lambda net, x, y, m: ((_token_losses(net, x, y) * m).sum(1) / m.sum(1).clamp_min(1)).mean(),
-        _tokens, _head,
+        _tokens,
+        _head,
     ),
     Case(
         "mean over samples that have tokens",
-        lambda net, x, y, m: ((_token_losses(net, x, y) * m).sum(1) / m.sum(1).clamp_min(1)).sum() / (m.sum(1) > 0).sum(),
-        _tokens, _head,
+        lambda net, x, y, m: (
+            ((_token_losses(net, x, y) * m).sum(1) / m.sum(1).clamp_min(1)).sum() / (m.sum(1) > 0).sum()
+        ),
+        _tokens,
+        _head,
     ),
     Case(
         "masked_select",
         lambda net, x, y, m: _token_losses(net, x, y).masked_select(m.bool()).mean(),
-        _tokens, _head, "the number of tokens depends on data",
+        _tokens,
+        _head,
+        "the number of tokens depends on data",
     ),
     Case(
         "loss[mask].mean()",
         lambda net, x, y, m: _token_losses(net, x, y)[m.bool()].mean(),
-        _tokens, _head, "the number of tokens depends on data",
+        _tokens,
+        _head,
+        "the number of tokens depends on data",
     ),
     Case(
         "where",
         lambda net, x, y, m: torch.where(m > 0, _token_losses(net, x, y), 0.0).sum() / m.count_nonzero(),
-        _tokens, _head,
+        _tokens,
+        _head,
     ),
     Case(
         "shifted labels",
@@ -186,20 +223,24 @@ def _token_losses(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Ten
             y.masked_fill(m == 0, -100)[:, 1:].reshape(-1),
             ignore_index=-100,
         ),
-        _tokens, _head,
+        _tokens,
+        _head,
     ),
     Case(
         "no token in the batch",
         lambda net, x, y, m: (_token_losses(net, x, y) * (m * 0)).sum() / (m * 0).sum(),
-        _tokens, _head,
+        _tokens,
+        _head,
     ),
     Case(
         "tokens of two losses",
-        lambda net, x, y, m: (_token_losses(net, x, y) * m).sum() / m.sum()
-        + (net(x).square().mean(-1) * (1 - m)).sum() / (1 - m).sum(),
-        _tokens, _head,
+        lambda net, x, y, m: (
+            (_token_losses(net, x, y) * m).sum() / m.sum() + (net(x).square().mean(-1) * (1 - m)).sum() / (1 - m).sum()
+        ),
+        _tokens,
+        _head,
     ),
-)  # fmt: skip
+)
 def test_token_weighted_mean(case: Case) -> None:
     verify(case)
 
@@ -225,19 +266,22 @@ WIDE: dict[str, tuple[Callable[..., Any], int | None]] = {
     "square().mean()": (lambda net, x, y: net(x).square().mean(), None),
     "one_hot": (lambda net, x, y: _one_hot(net(x).log_softmax(1), y), None),
     "KL of two heads": (
-        lambda net, x, y: F.kl_div(net(x).log_softmax(1), net(2 * x).softmax(1), reduction="batchmean"), None,
+        lambda net, x, y: F.kl_div(net(x).log_softmax(1), net(2 * x).softmax(1), reduction="batchmean"),
+        None,
     ),
     "KL by hand": (
-        lambda net, x, y: ((p := net(2 * x).softmax(1)) * (p.log() - net(x).log_softmax(1))).sum(1).mean(), None,
+        lambda net, x, y: ((p := net(2 * x).softmax(1)) * (p.log() - net(x).log_softmax(1))).sum(1).mean(),
+        None,
     ),
     "label smoothing": (lambda net, x, y: _smoothed(net(x).log_softmax(-1), y), 2),
     "label smoothing by scatter_": (lambda net, x, y: _smoothed_target(net(x).log_softmax(-1), y), None),
     "per-sample weights": (
-        lambda net, x, y: (F.cross_entropy(net(x), y, reduction="none") * x[:, 0]).sum() / x[:, 0].abs().sum(), None,
+        lambda net, x, y: (F.cross_entropy(net(x), y, reduction="none") * x[:, 0]).sum() / x[:, 0].abs().sum(),
+        None,
     ),
     "z-loss added": (lambda net, x, y: F.cross_entropy(net(x), y) + 1e-2 * net(x).logsumexp(1).square().mean(), None),
     "regularised": (lambda net, x, y: F.cross_entropy(net(x), y) + net.weight.square().sum(), None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WIDE)

@@ -84,12 +84,32 @@ def _labelled(s: Sizes) -> tuple[torch.Tensor, ...]:
     _case("flatten(0, 1) and unflatten", lambda net, x: net(x.flatten(0, 1)).unflatten(0, x.shape[:2]).sin()),
     _case("flatten everything", lambda net, x: net(x).flatten().sin() * torch.arange(x.numel(), dtype=x.dtype)),
     _case("permute then reshape", lambda net, x: net(x).permute(1, 0, 2).reshape(x.shape[1] * x.shape[0], -1).sin()),
-    _case("permute, reshape and back", lambda net, x: net(x).permute(2, 0, 1).reshape(x.shape[2], -1).sin().view(x.shape[2], x.shape[0], -1).permute(1, 2, 0)),
+    _case(
+        "permute, reshape and back",
+        lambda net, x: (
+            net(x).permute(2, 0, 1).reshape(x.shape[2], -1).sin().view(x.shape[2], x.shape[0], -1).permute(1, 2, 0)
+        ),
+    ),
     _case("reshape to (T, B*D)", lambda net, x: net(x).transpose(0, 1).reshape(x.shape[1], -1).softmax(0)),
     _case("[T, B] inside", lambda net, x: net(x.transpose(0, 1).contiguous()).cumsum(0).transpose(0, 1)),
     _case("[T, B] inputs", lambda net, x: net(x.sin()).sum(0), lambda s: s.x(s.T, s.B, s.D), batch=1),
-    _case("[T, B] inputs, flattened", lambda net, x: net(x.flatten(0, 1)).view(x.shape).mean(0), lambda s: s.x(s.T, s.B, s.D), batch=1),
-    _case("heads folded in front", lambda net, x: net(x).view(*x.shape[:2], 2, -1).transpose(1, 2).reshape(x.shape[0] * 2, x.shape[1], -1).softmax(1).view(x.shape[0], 2, x.shape[1], -1)),
+    _case(
+        "[T, B] inputs, flattened",
+        lambda net, x: net(x.flatten(0, 1)).view(x.shape).mean(0),
+        lambda s: s.x(s.T, s.B, s.D),
+        batch=1,
+    ),
+    _case(
+        "heads folded in front",
+        lambda net, x: (
+            net(x)
+            .view(*x.shape[:2], 2, -1)
+            .transpose(1, 2)
+            .reshape(x.shape[0] * 2, x.shape[1], -1)
+            .softmax(1)
+            .view(x.shape[0], 2, x.shape[1], -1)
+        ),
+    ),
     _case("heads folded outside", lambda net, x: torch.cat(net(x).split(2, dim=2), dim=0).softmax(1)),
     _case("repeat_interleave", lambda net, x: net(x.repeat_interleave(3, 0)).sin()),
     _case("repeat_interleave within samples", lambda net, x: net(x.repeat_interleave(2, dim=1)).sin()),
@@ -101,15 +121,28 @@ def _labelled(s: Sizes) -> tuple[torch.Tensor, ...]:
     _case("cat with itself, kept", lambda net, x: net(torch.cat([x, x.flip(1)])).softmax(0)),
     _case("stack of two views, flattened", _interleaved),
     _case("split of the batch", lambda net, x: sum(part.square().sum() for part in net(x).split(2))),
-    _case("halves of the batch", lambda net, x: (net(x)[: x.shape[0] // 2] - net(x)[-(x.shape[0] // 2) :]).square().mean()),
+    _case(
+        "halves of the batch", lambda net, x: (net(x)[: x.shape[0] // 2] - net(x)[-(x.shape[0] // 2) :]).square().mean()
+    ),
     _case("unbind within samples", lambda net, x: torch.stack([net(step).sin() for step in x.unbind(1)], 1)),
     _case("stack of steps in front", lambda net, x: torch.stack([net(step).sin() for step in x.unbind(1)])),
     _case("cat of a token", lambda net, x: net(torch.cat([net.bias.expand(x.shape[0], 1, -1), x], 1)).sin()),
-    _case("cat of a memory along the batch", lambda net, x: torch.cat([net(x), net.weight[None].expand(2, -1, -1)[:, :1].expand(-1, x.shape[1], -1)]).sin()),
+    _case(
+        "cat of a memory along the batch",
+        lambda net, x: torch.cat([net(x), net.weight[None].expand(2, -1, -1)[:, :1].expand(-1, x.shape[1], -1)]).sin(),
+    ),
     _case("roll over the batch", lambda net, x: net(x).roll(1, 0) * net(x)),
     _case("flip over the batch", lambda net, x: net(x).flip(0) * net(x)),
-    Case("roll of the input", lambda net, x: net(x.roll(-2, 0)).sin(), _cube, _net, "nothing before the roll can be cut"),
-    Case("shuffled inputs", lambda net, x, y: F.cross_entropy(net(x[p := torch.randperm(x.shape[0])]).mean(1), y[p]), _labelled, _net, "nothing before the shuffle can be cut"),
+    Case(
+        "roll of the input", lambda net, x: net(x.roll(-2, 0)).sin(), _cube, _net, "nothing before the roll can be cut"
+    ),
+    Case(
+        "shuffled inputs",
+        lambda net, x, y: F.cross_entropy(net(x[p := torch.randperm(x.shape[0])]).mean(1), y[p]),
+        _labelled,
+        _net,
+        "nothing before the shuffle can be cut",
+    ),
     _case("mixup with randperm", _mixup, _labelled),
     _case("mixup per sample", _mixup_per_sample, _labelled),
     _case("mixup of features", _mixup_of_features, _labelled),
@@ -121,12 +154,14 @@ def _labelled(s: Sizes) -> tuple[torch.Tensor, ...]:
     _case("expand of a scalar per sample", lambda net, x: net(x).mean((1, 2), keepdim=True).expand_as(x) * x),
     _case("broadcast against all pairs", lambda net, x: (net(x)[:, None] * x[None]).sum((2, 3)).softmax(1)),
     _case("transpose of a matrix", lambda net, x: net(x.sum(1)).t().sin()),
-)  # fmt: skip
+)
 def test_layout(case: Case) -> None:
     verify(case)
 
 
-@pytest.mark.parametrize("pairs", ["view(B//2, 2)", "reshape(2, B//2)", "view(B//2, 2*T)", "x[0::2], x[1::2]", "chunk(2)"])
+@pytest.mark.parametrize(
+    "pairs", ["view(B//2, 2)", "reshape(2, B//2)", "view(B//2, 2*T)", "x[0::2], x[1::2]", "chunk(2)"]
+)
 def test_pairs(pairs: str) -> None:
     programs: dict[str, Callable[..., torch.Tensor]] = {
         "view(B//2, 2)": lambda net, x: net(x).view(x.shape[0] // 2, 2, *x.shape[1:]).diff(dim=1).square(),

@@ -77,7 +77,10 @@ LOSSES: dict[str, tuple[Callable[[Sizes, str], nn.Module], Inputs]] = {
         lambda s: (s.x(s.B, s.D), s.x(s.B, s.D), s.p(s.B, 1)),
     ),
     "KLDivLoss": (lambda s, r: nn.KLDivLoss(reduction=r), lambda s: (s.x(s.B, s.C), s.p(s.B, s.C))),
-    "KLDivLoss log_target": (lambda s, r: nn.KLDivLoss(reduction=r, log_target=True), lambda s: (s.x(s.B, s.C), s.x(s.B, s.C))),
+    "KLDivLoss log_target": (
+        lambda s, r: nn.KLDivLoss(reduction=r, log_target=True),
+        lambda s: (s.x(s.B, s.C), s.x(s.B, s.C)),
+    ),
     "BCELoss": (lambda s, r: nn.BCELoss(reduction=r), lambda s: (s.p(s.B, s.D), s.bits(s.B, s.D))),
     "BCELoss weight": (
         lambda s, r: nn.BCELoss(torch.linspace(0.3, 2, s.D, dtype=s.dtype), reduction=r),
@@ -127,11 +130,16 @@ LOSSES: dict[str, tuple[Callable[[Sizes, str], nn.Module], Inputs]] = {
         lambda s, r: nn.TripletMarginWithDistanceLoss(distance_function=lambda a, b: (a - b).abs().sum(1), reduction=r),
         _triple,
     ),
-}  # fmt: skip
+}
 
 
 def test_every_loss_of_torch_nn_is_in_a_table() -> None:
-    named = {name.split()[0] for name in LOSSES} | {"CTCLoss", "AdaptiveLogSoftmaxWithLoss", "NLLLoss2d", "LinearCrossEntropyLoss"}
+    named = {name.split()[0] for name in LOSSES} | {
+        "CTCLoss",
+        "AdaptiveLogSoftmaxWithLoss",
+        "NLLLoss2d",
+        "LinearCrossEntropyLoss",
+    }
     assert {name for name in dir(nn) if name.endswith(("Loss", "Loss2d"))} - named == set()
 
 
@@ -238,6 +246,6 @@ def _token_loss(**options: Any) -> Callable[..., torch.Tensor]:
         _head,
         options={"batch": (0, 0, None)},
     ),
-)  # fmt: skip
+)
 def test_targets(case: Case) -> None:
     verify(case)

@@ -56,7 +56,9 @@ def test_batch_norm_in_eval_mode(name: str) -> None:
 
 def test_batch_norm_fifty_in_a_row() -> None:
     def make(s: Sizes) -> nn.Module:
-        layers = [layer for _ in range(50) for layer in (nn.Linear(s.D, s.D, bias=False), nn.BatchNorm1d(s.D), nn.Tanh())]
+        layers = [
+            layer for _ in range(50) for layer in (nn.Linear(s.D, s.D, bias=False), nn.BatchNorm1d(s.D), nn.Tanh())
+        ]
         return nn.Sequential(*layers)
 
     check(lambda net, x: net(x), lambda s: s.x(s.B, s.D), make, sizes=(Sizes(),), chunks=(3,), tolerance=1e-9)
@@ -79,16 +81,26 @@ def test_batch_norm_of_two_steps() -> None:
         first = net(x).square().mean()
         return first + net(x + 1).abs().mean()
 
-    check(steps, lambda s: s.x(s.B, s.D), _trained(lambda s: nn.Sequential(nn.Linear(s.D, s.D, False), nn.BatchNorm1d(s.D))))
+    check(
+        steps,
+        lambda s: s.x(s.B, s.D),
+        _trained(lambda s: nn.Sequential(nn.Linear(s.D, s.D, False), nn.BatchNorm1d(s.D))),
+    )
 
 
 def test_batch_norm_in_a_convolutional_net() -> None:
     def make(s: Sizes) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(s.D, s.C, 3, padding=1, bias=False), nn.BatchNorm2d(s.C), nn.ReLU(inplace=True),
-            nn.Conv2d(s.C, s.C, 3, padding=1, bias=False), nn.BatchNorm2d(s.C), nn.Dropout2d(0.3),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(s.C, s.C),
-        )  # fmt: skip
+            nn.Conv2d(s.D, s.C, 3, padding=1, bias=False),
+            nn.BatchNorm2d(s.C),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(s.C, s.C, 3, padding=1, bias=False),
+            nn.BatchNorm2d(s.C),
+            nn.Dropout2d(0.3),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(s.C, s.C),
+        )
 
     check(lambda net, x, y: F.cross_entropy(net(x), y), lambda s: (s.x(s.B, s.D, s.H, s.H), s.y(s.B)), make)
 
@@ -112,28 +124,97 @@ def test_sync_of_frozen_statistics() -> None:
 
 
 @table(
-    Case("GroupNorm", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.T, s.H), _trained(lambda s: nn.GroupNorm(2, s.D))),
-    Case("GroupNorm of vectors", lambda net, x: net(x), lambda s: s.x(s.B, s.D), _trained(lambda s: nn.GroupNorm(2, s.D))),
-    Case("GroupNorm of one group", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.T), _trained(lambda s: nn.GroupNorm(1, s.D, affine=False))),
-    Case("InstanceNorm1d", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.T), _trained(lambda s: nn.InstanceNorm1d(s.D))),
-    Case("InstanceNorm2d", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.T, s.H), _trained(lambda s: nn.InstanceNorm2d(s.D, affine=True))),
-    Case("InstanceNorm2d with statistics", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.T, s.H), _trained(lambda s: nn.InstanceNorm2d(s.D, affine=True, track_running_stats=True)), "its statistics are not written functionally"),
-    Case("InstanceNorm2d with statistics, eval", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.T, s.H), _trained(lambda s: nn.InstanceNorm2d(s.D, track_running_stats=True).eval())),
-    Case("InstanceNorm3d", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.T, 2, 3), _trained(lambda s: nn.InstanceNorm3d(s.D))),
+    Case(
+        "GroupNorm", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.T, s.H), _trained(lambda s: nn.GroupNorm(2, s.D))
+    ),
+    Case(
+        "GroupNorm of vectors", lambda net, x: net(x), lambda s: s.x(s.B, s.D), _trained(lambda s: nn.GroupNorm(2, s.D))
+    ),
+    Case(
+        "GroupNorm of one group",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.D, s.T),
+        _trained(lambda s: nn.GroupNorm(1, s.D, affine=False)),
+    ),
+    Case(
+        "InstanceNorm1d",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.D, s.T),
+        _trained(lambda s: nn.InstanceNorm1d(s.D)),
+    ),
+    Case(
+        "InstanceNorm2d",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.D, s.T, s.H),
+        _trained(lambda s: nn.InstanceNorm2d(s.D, affine=True)),
+    ),
+    Case(
+        "InstanceNorm2d with statistics",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.D, s.T, s.H),
+        _trained(lambda s: nn.InstanceNorm2d(s.D, affine=True, track_running_stats=True)),
+        "its statistics are not written functionally",
+    ),
+    Case(
+        "InstanceNorm2d with statistics, eval",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.D, s.T, s.H),
+        _trained(lambda s: nn.InstanceNorm2d(s.D, track_running_stats=True).eval()),
+    ),
+    Case(
+        "InstanceNorm3d",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.D, s.T, 2, 3),
+        _trained(lambda s: nn.InstanceNorm3d(s.D)),
+    ),
     Case("LayerNorm", lambda net, x: net(x), lambda s: s.x(s.B, s.T, s.D), _trained(lambda s: nn.LayerNorm(s.D))),
-    Case("LayerNorm over two dims", lambda net, x: net(x), lambda s: s.x(s.B, s.T, s.D), _trained(lambda s: nn.LayerNorm([s.T, s.D]))),
-    Case("LayerNorm without bias", lambda net, x: net(x), lambda s: s.x(s.B, s.T, s.D), _trained(lambda s: nn.LayerNorm(s.D, bias=False))),
-    Case("LayerNorm not affine", lambda net, x: net(x), lambda s: s.x(s.B, s.D), lambda s: nn.LayerNorm(s.D, elementwise_affine=False)),
+    Case(
+        "LayerNorm over two dims",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.T, s.D),
+        _trained(lambda s: nn.LayerNorm([s.T, s.D])),
+    ),
+    Case(
+        "LayerNorm without bias",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.T, s.D),
+        _trained(lambda s: nn.LayerNorm(s.D, bias=False)),
+    ),
+    Case(
+        "LayerNorm not affine",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.D),
+        lambda s: nn.LayerNorm(s.D, elementwise_affine=False),
+    ),
     Case("RMSNorm", lambda net, x: net(x), lambda s: s.x(s.B, s.T, s.D), _trained(lambda s: nn.RMSNorm(s.D))),
-    Case("RMSNorm by hand", lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), lambda s: s.x(s.B, s.T, s.D)),
+    Case(
+        "RMSNorm by hand",
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+        lambda s: s.x(s.B, s.T, s.D),
+    ),
     Case("LocalResponseNorm", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.T), lambda s: nn.LocalResponseNorm(3)),
-    Case("LocalResponseNorm of images", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.T, s.H), lambda s: nn.LocalResponseNorm(2)),
+    Case(
+        "LocalResponseNorm of images",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.D, s.T, s.H),
+        lambda s: nn.LocalResponseNorm(2),
+    ),
     Case("normalize", lambda x: F.normalize(x, dim=1), lambda s: s.x(s.B, s.D)),
     Case("normalize over the batch", lambda x: F.normalize(x, dim=0), lambda s: s.x(s.B, s.D)),
     Case("weight norm", lambda net, x: net(x), lambda s: s.x(s.B, s.D), lambda s: weight_norm(nn.Linear(s.D, s.C))),
-    Case("weight norm of a convolution", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.H), lambda s: weight_norm(nn.Conv1d(s.D, s.C, 3))),
+    Case(
+        "weight norm of a convolution",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.D, s.H),
+        lambda s: weight_norm(nn.Conv1d(s.D, s.C, 3)),
+    ),
     Case("spectral norm", lambda net, x: net(x), lambda s: s.x(s.B, s.D), lambda s: spectral_norm(nn.Linear(s.D, s.C))),
-    Case("spectral norm of a convolution", lambda net, x: net(x), lambda s: s.x(s.B, s.D, s.H), lambda s: spectral_norm(nn.Conv1d(s.D, s.C, 3))),
-)  # fmt: skip
+    Case(
+        "spectral norm of a convolution",
+        lambda net, x: net(x),
+        lambda s: s.x(s.B, s.D, s.H),
+        lambda s: spectral_norm(nn.Conv1d(s.D, s.C, 3)),
+    ),
+)
 def test_norm(case: Case) -> None:
     verify(case)

@@ -95,7 +95,9 @@ def test_run_of_several_values_is_one_run() -> None:
     lazy = koila.lazy(x)
     hidden = net(lazy)
     with koila.budget(chunk_size=2):
-        found = koila.run({"hidden": hidden, "mean": hidden.mean(0), "largest": hidden.max(), "loss": hidden.square().mean()})
+        found = koila.run(
+            {"hidden": hidden, "mean": hidden.mean(0), "largest": hidden.max(), "loss": hidden.square().mean()}
+        )
     hidden = net(x)
     expected = {"hidden": hidden, "mean": hidden.mean(0), "largest": hidden.max(), "loss": hidden.square().mean()}
     for name, value in expected.items():

@@ -117,16 +117,47 @@ SHARED = {"batch": (0, 0, 0, None)}
     Case("boolean mask from padding", lambda q, k, v, m: _attend(q, k, v, m[:, None, None, :]), _masked("B", "H")),
     Case("float mask, shared", _attend, lambda s: (*_heads(s), s.x(s.T, s.H)), options=SHARED),
     Case("float mask per sample", _attend, lambda s: (*_heads(s), s.x(s.B, 1, s.T, s.H))),
-    Case("float mask of infinities", lambda q, k, v, m: _attend(q, k, v, torch.zeros(m.shape, dtype=q.dtype).masked_fill(~m, float("-inf"))), _masked("B", "1", "T", "H")),
-    Case("samples with nothing to attend to", lambda q, k, v, m: _attend(q, k, v, m & (torch.arange(m.shape[0]) != 1)[:, None, None, None]), _masked("B", "1", "T", "H")),
-    Case("grouped queries", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), lambda s: (s.x(s.B, 4, s.T, s.D), s.x(s.B, 2, s.H, s.D), s.x(s.B, 2, s.H, s.D))),
+    Case(
+        "float mask of infinities",
+        lambda q, k, v, m: _attend(q, k, v, torch.zeros(m.shape, dtype=q.dtype).masked_fill(~m, float("-inf"))),
+        _masked("B", "1", "T", "H"),
+    ),
+    Case(
+        "samples with nothing to attend to",
+        lambda q, k, v, m: _attend(q, k, v, m & (torch.arange(m.shape[0]) != 1)[:, None, None, None]),
+        _masked("B", "1", "T", "H"),
+    ),
+    Case(
+        "grouped queries",
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        lambda s: (s.x(s.B, 4, s.T, s.D), s.x(s.B, 2, s.H, s.D), s.x(s.B, 2, s.H, s.D)),
+    ),
     Case("three dims", _attend, lambda s: (s.x(s.B, s.T, s.D), s.x(s.B, s.H, s.D), s.x(s.B, s.H, s.D))),
-    Case("heads in front of the batch", _attend, lambda s: (s.x(2, s.B, s.T, s.D), s.x(2, s.B, s.H, s.D), s.x(2, s.B, s.H, s.D)), options={"batch": 1}),
+    Case(
+        "heads in front of the batch",
+        _attend,
+        lambda s: (s.x(2, s.B, s.T, s.D), s.x(2, s.B, s.H, s.D), s.x(2, s.B, s.H, s.D)),
+        options={"batch": 1},
+    ),
     Case("by hand", lambda q, k, v: ((q @ k.transpose(-2, -1)) / 2).softmax(-1) @ v, _heads),
-    Case("by hand, masked_fill", lambda q, k, v, m: (q @ k.mT).masked_fill(~m, float("-inf")).softmax(-1) @ v, _masked("B", "1", "T", "H")),
-    Case("by hand, bmm over batch and heads", lambda q, k, v: torch.bmm(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).softmax(2), v.flatten(0, 1)).view(q.shape), _heads),
-    Case("by hand, einsum", lambda q, k, v: torch.einsum("bhqk,bhkd->bqhd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v), _heads),
-)  # fmt: skip
+    Case(
+        "by hand, masked_fill",
+        lambda q, k, v, m: (q @ k.mT).masked_fill(~m, float("-inf")).softmax(-1) @ v,
+        _masked("B", "1", "T", "H"),
+    ),
+    Case(
+        "by hand, bmm over batch and heads",
+        lambda q, k, v: torch.bmm(
+            torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).softmax(2), v.flatten(0, 1)
+        ).view(q.shape),
+        _heads,
+    ),
+    Case(
+        "by hand, einsum",
+        lambda q, k, v: torch.einsum("bhqk,bhkd->bqhd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v),
+        _heads,
+    ),
+)
 def test_attention(case: Case) -> None:
     verify(case)
 
@@ -149,17 +180,68 @@ def _causal(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
 @table(
     Case("MultiheadAttention", lambda net, x: net(x, x, x)[0], _sequence, _attention(batch_first=True)),
-    Case("MultiheadAttention weights", lambda net, x: net(x, x, x, average_attn_weights=False), _sequence, _attention(batch_first=True)),
-    Case("MultiheadAttention without weights", lambda net, x: net(x, x, x, need_weights=False)[0], _sequence, _attention(batch_first=True, dropout=0.3)),
-    Case("MultiheadAttention time first", lambda net, x: net(x, x, x)[0], lambda s: s.x(s.T, s.B, s.D), _attention(), options={"batch": 1}),
-    Case("MultiheadAttention padding", lambda net, x, m: net(x, x, x, key_padding_mask=m)[0], _with_padding, _attention(batch_first=True)),
-    Case("MultiheadAttention padding, no weights", lambda net, x, m: net(x, x, x, key_padding_mask=m, need_weights=False)[0], _with_padding, _attention(batch_first=True)),
-    Case("MultiheadAttention causal", lambda net, x: net(x, x, x, attn_mask=_causal(x), is_causal=True, need_weights=False)[0], _sequence, _attention(batch_first=True)),
-    Case("MultiheadAttention mask per sample and head", lambda net, x, m: net(x, x, x, attn_mask=m.repeat_interleave(2, 0))[0], lambda s: (_sequence(s), ~_keep_first(s.mask(s.B, s.T, s.T))), _attention(batch_first=True)),
-    Case("MultiheadAttention bias_kv, zero_attn", lambda net, x: net(x, x, x)[0], _sequence, _attention(batch_first=True, add_bias_kv=True, add_zero_attn=True)),
-    Case("TransformerEncoderLayer", lambda net, x, m: net(x, src_key_padding_mask=m), _with_padding, lambda s: nn.TransformerEncoderLayer(s.D, 2, 8, batch_first=True, dropout=0.1)),
-    Case("TransformerDecoderLayer", lambda net, x: net(x, x.flip(1), tgt_mask=_causal(x), tgt_is_causal=True), _sequence, lambda s: nn.TransformerDecoderLayer(s.D, 2, 8, batch_first=True)),
-)  # fmt: skip
+    Case(
+        "MultiheadAttention weights",
+        lambda net, x: net(x, x, x, average_attn_weights=False),
+        _sequence,
+        _attention(batch_first=True),
+    ),
+    Case(
+        "MultiheadAttention without weights",
+        lambda net, x: net(x, x, x, need_weights=False)[0],
+        _sequence,
+        _attention(batch_first=True, dropout=0.3),
+    ),
+    Case(
+        "MultiheadAttention time first",
+        lambda net, x: net(x, x, x)[0],
+        lambda s: s.x(s.T, s.B, s.D),
+        _attention(),
+        options={"batch": 1},
+    ),
+    Case(
+        "MultiheadAttention padding",
+        lambda net, x, m: net(x, x, x, key_padding_mask=m)[0],
+        _with_padding,
+        _attention(batch_first=True),
+    ),
+    Case(
+        "MultiheadAttention padding, no weights",
+        lambda net, x, m: net(x, x, x, key_padding_mask=m, need_weights=False)[0],
+        _with_padding,
+        _attention(batch_first=True),
+    ),
+    Case(
+        "MultiheadAttention causal",
+        lambda net, x: net(x, x, x, attn_mask=_causal(x), is_causal=True, need_weights=False)[0],
+        _sequence,
+        _attention(batch_first=True),
+    ),
+    Case(
+        "MultiheadAttention mask per sample and head",
+        lambda net, x, m: net(x, x, x, attn_mask=m.repeat_interleave(2, 0))[0],
+        lambda s: (_sequence(s), ~_keep_first(s.mask(s.B, s.T, s.T))),
+        _attention(batch_first=True),
+    ),
+    Case(
+        "MultiheadAttention bias_kv, zero_attn",
+        lambda net, x: net(x, x, x)[0],
+        _sequence,
+        _attention(batch_first=True, add_bias_kv=True, add_zero_attn=True),
+    ),
+    Case(
+        "TransformerEncoderLayer",
+        lambda net, x, m: net(x, src_key_padding_mask=m),
+        _with_padding,
+        lambda s: nn.TransformerEncoderLayer(s.D, 2, 8, batch_first=True, dropout=0.1),
+    ),
+    Case(
+        "TransformerDecoderLayer",
+        lambda net, x: net(x, x.flip(1), tgt_mask=_causal(x), tgt_is_causal=True),
+        _sequence,
+        lambda s: nn.TransformerDecoderLayer(s.D, 2, 8, batch_first=True),
+    ),
+)
 def test_attention_module(case: Case) -> None:
     verify(case)
 
@@ -172,17 +254,55 @@ def _words(s: Sizes) -> torch.Tensor:
     Case("Embedding", lambda net, x: net(x), _words, lambda s: nn.Embedding(s.C, s.D)),
     Case("Embedding of one word", lambda net, x: net(x), lambda s: s.y(s.B), lambda s: nn.Embedding(s.C, s.D)),
     Case("Embedding padding_idx", lambda net, x: net(x), _words, lambda s: nn.Embedding(s.C, s.D, padding_idx=1)),
-    Case("Embedding scale_grad_by_freq", lambda net, x: net(x), _words, lambda s: nn.Embedding(s.C, s.D, scale_grad_by_freq=True)),
-    Case("Embedding max_norm", lambda net, x: net(x), _words, lambda s: nn.Embedding(s.C, s.D, max_norm=0.9), "it writes to its weight"),
-    Case("Embedding sparse", lambda net, x: net(x), _words, lambda s: nn.Embedding(s.C, s.D, sparse=True), "a sparse gradient"),
-    Case("Embedding and positions", lambda net, x: net(x) + net(torch.arange(x.shape[1]) % net.num_embeddings), _words, lambda s: nn.Embedding(s.C, s.D)),
-    Case("Embedding of an input", lambda table, x: F.embedding(x, table), lambda s: (s.x(s.C, s.D), _words(s)), options={"batch": (None, 0)}),
+    Case(
+        "Embedding scale_grad_by_freq",
+        lambda net, x: net(x),
+        _words,
+        lambda s: nn.Embedding(s.C, s.D, scale_grad_by_freq=True),
+    ),
+    Case(
+        "Embedding max_norm",
+        lambda net, x: net(x),
+        _words,
+        lambda s: nn.Embedding(s.C, s.D, max_norm=0.9),
+        "it writes to its weight",
+    ),
+    Case(
+        "Embedding sparse",
+        lambda net, x: net(x),
+        _words,
+        lambda s: nn.Embedding(s.C, s.D, sparse=True),
+        "a sparse gradient",
+    ),
+    Case(
+        "Embedding and positions",
+        lambda net, x: net(x) + net(torch.arange(x.shape[1]) % net.num_embeddings),
+        _words,
+        lambda s: nn.Embedding(s.C, s.D),
+    ),
+    Case(
+        "Embedding of an input",
+        lambda table, x: F.embedding(x, table),
+        lambda s: (s.x(s.C, s.D), _words(s)),
+        options={"batch": (None, 0)},
+    ),
     Case("EmbeddingBag mean", lambda net, x: net(x), _words, lambda s: nn.EmbeddingBag(s.C, s.D)),
     Case("EmbeddingBag sum", lambda net, x: net(x), _words, lambda s: nn.EmbeddingBag(s.C, s.D, mode="sum")),
     Case("EmbeddingBag max", lambda net, x: net(x), _words, lambda s: nn.EmbeddingBag(s.C, s.D, mode="max")),
     Case("EmbeddingBag padding_idx", lambda net, x: net(x), _words, lambda s: nn.EmbeddingBag(s.C, s.D, padding_idx=1)),
-    Case("EmbeddingBag weights", lambda net, x, w: net(x, per_sample_weights=w), lambda s: (_words(s), s.p(s.B, s.T)), lambda s: nn.EmbeddingBag(s.C, s.D, mode="sum")),
-    Case("EmbeddingBag offsets", lambda net, x, o: net(x.flatten(), o), lambda s: (_words(s), torch.arange(s.B) * s.T), lambda s: nn.EmbeddingBag(s.C, s.D), "bags of a flat list"),
-)  # fmt: skip
+    Case(
+        "EmbeddingBag weights",
+        lambda net, x, w: net(x, per_sample_weights=w),
+        lambda s: (_words(s), s.p(s.B, s.T)),
+        lambda s: nn.EmbeddingBag(s.C, s.D, mode="sum"),
+    ),
+    Case(
+        "EmbeddingBag offsets",
+        lambda net, x, o: net(x.flatten(), o),
+        lambda s: (_words(s), torch.arange(s.B) * s.T),
+        lambda s: nn.EmbeddingBag(s.C, s.D),
+        "bags of a flat list",
+    ),
+)
 def test_embedding(case: Case) -> None:
     verify(case)

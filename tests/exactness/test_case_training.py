@@ -99,7 +99,7 @@ def _input_gradient(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
     Case("MAML", _maml, _labelled, _classifier),
     Case("energy and force", _force_field, _samples, _critic),
     Case("adversarial example", _input_gradient, _labelled, _classifier),
-)  # fmt: skip
+)
 def test_double_backward(case: Case) -> None:
     verify(case)
 
@@ -189,9 +189,19 @@ def _frozen(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y
     return loss.item()
 
 
-@pytest.mark.parametrize("step", [_clipped, _clipped_by_value, _scaled, _overflowed, _accumulated, _read_first, _frozen],
-                         ids=["clip_grad_norm_", "clip_grad_value_", "GradScaler", "GradScaler with infinities",
-                              "accumulation", "loss read before backward", "frozen layers"])  # fmt: skip
+@pytest.mark.parametrize(
+    "step",
+    [_clipped, _clipped_by_value, _scaled, _overflowed, _accumulated, _read_first, _frozen],
+    ids=[
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "GradScaler",
+        "GradScaler with infinities",
+        "accumulation",
+        "loss read before backward",
+        "frozen layers",
+    ],
+)
 def test_step(step: Callable[..., Any]) -> None:
     check(_optimised(step), _labelled, _classifier, backward=False)
 
@@ -271,12 +281,23 @@ def _random(name: str, program: Callable[..., Any], **more: Any) -> Case:
     _random("dropout3d", lambda net, x: F.dropout3d(net(x)[..., None, None], 0.5)),
     _random("alpha_dropout", lambda net, x: F.alpha_dropout(net(x), 0.5, training=True)),
     _random("feature_alpha_dropout", lambda net, x: F.feature_alpha_dropout(net(x), 0.5, training=True)),
-    _random("dropout along another dim", lambda net, x: F.dropout(net(x), 0.5), inputs=lambda s: s.x(s.T, s.B, s.D), batch=1),
+    _random(
+        "dropout along another dim", lambda net, x: F.dropout(net(x), 0.5), inputs=lambda s: s.x(s.T, s.B, s.D), batch=1
+    ),
     _random("drop-path", lambda net, x: x + _drop_path(net(x))),
     _random("drop-path by new_empty", lambda net, x: x + _new_empty(net(x))),
     _random("stochastic depth per sample", lambda net, x: x + _stochastic_depth(net(x))),
-    _random("stochastic depth per batch", lambda net, x: x + net(x) if torch.rand(()).item() < 0.5 else x + x * net.weight.sum()),
-    Case("bernoulli of lazy probabilities", lambda net, x: net(x) * torch.bernoulli(torch.full_like(x[:, :1, :1], 0.5)), _sequences, _linear, "the probabilities run before the draw"),
+    _random(
+        "stochastic depth per batch",
+        lambda net, x: x + net(x) if torch.rand(()).item() < 0.5 else x + x * net.weight.sum(),
+    ),
+    Case(
+        "bernoulli of lazy probabilities",
+        lambda net, x: net(x) * torch.bernoulli(torch.full_like(x[:, :1, :1], 0.5)),
+        _sequences,
+        _linear,
+        "the probabilities run before the draw",
+    ),
     _random("noise added", lambda net, x: net(x + 0.1 * torch.randn_like(x))),
     _random("noise per sample", lambda net, x: net(x) * torch.rand_like(x[:, :1, :1])),
     _random("reparametrisation", lambda net, x: (m := net(x)) + (0.5 * x).exp() * torch.randn_like(m)),
@@ -286,8 +307,11 @@ def _random(name: str, program: Callable[..., Any], **more: Any) -> Case:
     _random("a draw between lazy ones", lambda net, x: F.dropout(net(x), 0.5) * torch.rand(()) + F.dropout(x, 0.2)),
     _random("randperm of tokens", lambda net, x: net(x[:, torch.randperm(x.shape[1])])),
     _random("random mask of tokens", lambda net, x: net(x.masked_fill(torch.rand(x.shape[:2])[..., None] < 0.3, 0.0))),
-    _random("masked autoencoder", lambda net, x: net(x.gather(1, torch.rand(x.shape[:2]).argsort(1)[:, :2, None].expand(-1, -1, x.shape[2])))),
-)  # fmt: skip
+    _random(
+        "masked autoencoder",
+        lambda net, x: net(x.gather(1, torch.rand(x.shape[:2]).argsort(1)[:, :2, None].expand(-1, -1, x.shape[2]))),
+    ),
+)
 def test_random(case: Case) -> None:
     verify(case)
 
