@@ -67,7 +67,6 @@ def test_batch_dimension(case: Case) -> None:
         "a square table of the batch's size",
         lambda x, table: table @ x + table.mT @ x,
         lambda s: (s.x(s.B, s.D), s.x(s.B, s.B)),
-        whole="all samples meet the table",
         options={"batch": (0, None)},
     ),
     Case(

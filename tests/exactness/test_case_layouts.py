@@ -133,15 +133,12 @@ def _labelled(s: Sizes) -> tuple[torch.Tensor, ...]:
     ),
     _case("roll over the batch", lambda net, x: net(x).roll(1, 0) * net(x)),
     _case("flip over the batch", lambda net, x: net(x).flip(0) * net(x)),
-    Case(
-        "roll of the input", lambda net, x: net(x.roll(-2, 0)).sin(), _cube, _net, "nothing before the roll can be cut"
-    ),
+    Case("roll of the input", lambda net, x: net(x.roll(-2, 0)).sin(), _cube, _net),
     Case(
         "shuffled inputs",
         lambda net, x, y: F.cross_entropy(net(x[p := torch.randperm(x.shape[0])]).mean(1), y[p]),
         _labelled,
         _net,
-        "nothing before the shuffle can be cut",
     ),
     _case("mixup with randperm", _mixup, _labelled),
     _case("mixup per sample", _mixup_per_sample, _labelled),

@@ -272,7 +272,6 @@ def _words(s: Sizes) -> torch.Tensor:
         lambda net, x: net(x),
         _words,
         lambda s: nn.Embedding(s.C, s.D, sparse=True),
-        "a sparse gradient",
     ),
     Case(
         "Embedding and positions",
@@ -301,7 +300,6 @@ def _words(s: Sizes) -> torch.Tensor:
         lambda net, x, o: net(x.flatten(), o),
         lambda s: (_words(s), torch.arange(s.B) * s.T),
         lambda s: nn.EmbeddingBag(s.C, s.D),
-        "bags of a flat list",
     ),
 )
 def test_embedding(case: Case) -> None:

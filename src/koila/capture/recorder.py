@@ -256,14 +256,20 @@ def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _run_readers(written: list[Value | torch.Tensor]) -> None:
     """What was recorded before a write must see the data before it."""
+    places = {place for operand in written if (place := _place_of(operand)) is not None}
+    shared = {id(operand.storage) for operand in written if isinstance(operand, Value)}
     due: list[Value] = []
-    for operand in written:
-        storage = recorder.storage_of(operand)
-        readers = [] if storage is None else [reference() for reference in storage.readers]
-        for node in (node for node in readers if node is not None):
+    for node in recorder.pending():
+        if any(id(v.storage) in shared for v in node.values()) or any(_place_of(o) in places for o in node.operands):
             due += [value for i in range(node.num_outputs) if (value := node.output(i)) is not None]
     if due:
         Bridge.realizer.materialize(due, "a write to what it reads")
+
+
+def _place_of(operand: Value | torch.Tensor) -> int | None:
+    """The address of a real operand's storage."""
+    real = operand.real if isinstance(operand, Value) else operand
+    return None if real is None or real.layout != torch.strided else real.untyped_storage()._cdata
 
 
 def _is_seen(operand: Value | torch.Tensor) -> bool:

@@ -24,13 +24,14 @@ from koila.errors import StaleInputError
 from koila.execution.evaluation import Evaluation, connected_leaves
 from koila.execution.programs import NotSplittable, Program, Results, Selection
 from koila.execution.projection import Projection, project_whole
-from koila.execution.segment import Demanded, Gradients, SegmentState, attach
+from koila.execution.segment import Demanded, Gradients, SegmentState, attach, scaled
 from koila.execution.transaction import gradients_restored_on_error, leaves_behind, write_effects
 from koila.execution.whole import gradients_whole, run_whole
 from koila.interfaces import BatchInfo
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Node, Value, version_of
+from koila.ir.prepass import prepass_of
 from koila.ir.source import user_site
 from koila.planning.search import refusal
 
@@ -52,9 +53,15 @@ class Engine:
     def backward(self, request: BackwardRequest) -> None:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
-        with gradients_restored_on_error(self._accumulating(request)):
-            self._realize(involved, request)
-            _backward_on_real(request)
+        due = collect(involved, []).nodes
+        try:
+            seeds = [_own_seed(*pair) for pair in zip(request.roots, request.gradients, strict=True)]
+            with gradients_restored_on_error(self._accumulating(request)):
+                self._realize(involved, request)
+                _backward_on_real(request, seeds)
+        except BaseException:
+            self._drop_effects(due)
+            raise
         self._recorder.new_epoch()
 
     def _accumulating(self, request: BackwardRequest) -> list[torch.Tensor]:
@@ -174,8 +181,8 @@ class Engine:
         if selection == Selection():
             raise NotSplittable("only views are wanted")
         results = program.run(selection, budget, seeds)
-        write_effects(graph, results.written)
         bound = self._attach(evaluation, program, results, seeds, budget)
+        write_effects(graph, results.written)
         self._bind(graph, bound)
         derived = [value for value in evaluation.derived if value.storage.real]
         if derived:
@@ -216,7 +223,12 @@ class Engine:
         bound = {graph.outputs[index]: real for index, real in results.outputs.items()}
         roots = program.demand.roots if results.gradients else ()
         groups = [tuple(i for i in roots if i in results.outputs)] if roots else []
-        groups += [(i,) for i in results.outputs if graph.outputs[i].requires_grad and i not in roots]
+        # Results of one call share one node, as they do in eager's autograd.
+        siblings: dict[Any, list[int]] = {}
+        for index in results.outputs:
+            if graph.outputs[index].requires_grad and index not in roots:
+                siblings.setdefault(graph.outputs[index].node, []).append(index)
+        groups += [tuple(group) for group in siblings.values()]
         for group in groups:
             own = _own_graph(graph, group)
             leaves = tuple(sorted({leaf for value in own.outputs for leaf in connected_leaves(own, value)}))
@@ -360,9 +372,7 @@ def _gradients_split(
     program = Program(graph, Demand(roots, (False,) if scalar else (True,) * len(roots), wrt))
     found = program.run(Selection((), gradients=True), budget, seeds).gradients
     if scalar and float(seeds[0]) != 1.0:
-        for gradient in found:
-            if gradient is not None:
-                gradient.mul_(seeds[0])
+        found = scaled(found, float(seeds[0]))
     chosen = dict(zip(wrt, found, strict=True))
     return [chosen[leaf] for leaf in leaves]
 
@@ -373,9 +383,18 @@ def _real(tensor: Value | torch.Tensor) -> torch.Tensor:
     return real
 
 
-def _backward_on_real(request: BackwardRequest) -> None:
+def _own_seed(root: Value | torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
+    """The seed of a scalar, made before anything runs; for others eager's engine says what is missing."""
+    shape = root.prepass.shape if isinstance(root, Value) else tuple(root.shape)
+    if given is not None or any(size != 1 for size in shape):
+        return given
+    prepass = root.prepass if isinstance(root, Value) else prepass_of(root)
+    return torch.ones(shape, dtype=prepass.dtype, device=prepass.device) if prepass.dtype.is_floating_point else None
+
+
+def _backward_on_real(request: BackwardRequest, seeds: Sequence[torch.Tensor | None]) -> None:
     roots = [_real(root) for root in request.roots]
     inputs = None if request.inputs is None else [_real(tensor) for tensor in request.inputs]
     torch.autograd.backward(
-        roots, request.gradients, retain_graph=request.retain_graph, create_graph=request.create_graph, inputs=inputs
+        roots, list(seeds), retain_graph=request.retain_graph, create_graph=request.create_graph, inputs=inputs
     )

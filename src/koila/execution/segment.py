@@ -8,6 +8,7 @@ PyTorch steals them instead of copying.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -61,15 +62,23 @@ class SegmentState:
         if self.held is None or scale is None:
             return self._rerun.run(incoming)
         gradients, self.held = self.held, None
-        if scale != 1.0:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.mul_(scale)
-        return gradients
+        return gradients if scale == 1.0 else scaled(gradients, scale)
 
     def release(self) -> None:
         """Forget the program, as autograd frees what it saved."""
         self._rerun = self.held = None
+
+
+def scaled(gradients: Gradients, factor: float) -> Gradients:
+    """Gradients times a factor; in place where a gradient's memory is its own."""
+    places = Counter(g.untyped_storage()._cdata for g in gradients if g is not None)
+    return [None if g is None else _scaled(g, factor, places) for g in gradients]
+
+
+def _scaled(gradient: torch.Tensor, factor: float, places: Counter[int]) -> torch.Tensor:
+    storage = gradient.untyped_storage()
+    alone = places[storage._cdata] == 1 and storage.nbytes() == gradient.numel() * gradient.element_size()
+    return gradient.mul_(factor) if alone and not gradient._is_view() else gradient * factor
 
 
 def _common_scale(seeds: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor | None]) -> float | None:

@@ -63,7 +63,8 @@ def leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def write_effects(graph: Graph, written: dict[int, torch.Tensor]) -> None:
     """Write the new values of running statistics; eager hides these writes from the version, so koila does too."""
-    for index, value in written.items():
-        leaf = graph.leaves[index]
-        with torch.no_grad(), preserve_version(leaf):
-            leaf.detach().copy_(value)
+    with restored_on_error([graph.leaves[index] for index in written]):
+        for index, value in written.items():
+            leaf = graph.leaves[index]
+            with torch.no_grad(), preserve_version(leaf):
+                leaf.detach().copy_(value)

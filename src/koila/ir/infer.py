@@ -55,6 +55,9 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.draws: list[Draw] = []
         self.hidden_writes: list[int] = []
+        """Storages written although the schema does not say so."""
+        self.writes: set[int] = set()
+        """Storages written as the schema says; not every such operator counts up the version."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,6 +66,10 @@ class _Watch(TorchDispatchMode):
         # native_batch_norm updates its statistics although its schema does not say so.
         if func is aten.native_batch_norm.default and args[5]:
             self.hidden_writes += [_storage_id(stat) for stat in args[3:5] if stat is not None]
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if isinstance(value, torch.Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
+                    self.writes.add(_storage_id(value))
         return func(*args, **kwargs)
 
     def _note_draw(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -149,7 +156,10 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
             with watch, _quiet(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 result = func(*fake_args, **fake_kwargs)
         ordered = [fakes[id(operand)] for operand in operands]
-        written = [_state(fake) != before[id(operand)] for operand, fake in zip(operands, ordered, strict=True)]
+        written = [
+            _state(fake) != before[id(operand)] or _storage_id(fake) in watch.writes
+            for operand, fake in zip(operands, ordered, strict=True)
+        ]
         return _describe(result, ordered, written, watch, func in HIDDEN_WRITERS)
     except _NeedsData as reason:
         return Inference(None, (), forced=str(reason))
