@@ -105,9 +105,10 @@ class _Typing:
         return Facts(self.joint, self.num_samples, results, types, gathers, lcm(1, *granules), phases, items)
 
     def _placeholder(self, node: fx.Node, found: Input) -> Item:
-        item = Item("input", node, WHOLE)
-        dim = self.batches.get(found.index) if found.kind == "leaf" else None
-        if dim is not None and node.meta["val"].shape[dim] == self.num_samples:
+        item, shape = Item("input", node, WHOLE), tuple(node.meta["val"].shape)
+        # Random numbers carry no mark of the batch: a first dimension of its size is likely to be it; any cut is exact.
+        dim = self.batches.get(found.index) if found.kind == "leaf" else 0 if found.kind == "draw" and shape else None
+        if dim is not None and shape[dim] == self.num_samples:
             return self._slice(item, Sliced(dim))
         return item
 

@@ -29,6 +29,8 @@ class CompiledPlan:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.placeholders = [node for node in plan.facts.joint.module.graph.nodes if node.op == "placeholder"]
+        self.batch_dims = _batch_dims(plan)
+        """By index of the joint graph's result, the dimension of those that plainly carry the batch."""
         self.frees = _frees(plan)
         self.chunks = plan.chunks
         """(first sample, sample after the last) of each chunk that a run goes through."""
@@ -57,6 +59,16 @@ class CompiledPlan:
         for number in range(len(self.plan.phases)):
             for chunk in {stop - start for start, stop in self.chunks}:
                 self.loop(number, chunk)
+
+
+def _batch_dims(plan: Plan) -> dict[int, int]:
+    output = next(node for node in plan.facts.joint.module.graph.nodes if node.op == "output")
+    found = {}
+    for index, node in enumerate(output.args[0]):
+        kind = plan.facts.types[node.name] if isinstance(node, fx.Node) else None
+        if isinstance(kind, Sliced) and kind == Sliced(kind.dim):
+            found[index] = kind.dim
+    return found
 
 
 def _key(item: Item) -> Item:

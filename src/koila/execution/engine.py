@@ -17,7 +17,6 @@ import torch
 from koila import events
 from koila._budget import Budget, current_budget, result_bytes
 from koila.analysis.trace import Demand
-from koila.analysis.types import Sliced
 from koila.capture.lookup import BackwardRequest
 from koila.capture.recorder import Recorder
 from koila.errors import StaleInputError
@@ -93,10 +92,8 @@ class Engine:
         if value.real is not None:
             return None if value.batch is None else BatchInfo(value.batch, value.real.shape[value.batch])
         program = Program(collect([value], []), Demand())
-        facts = program.compiled(Selection((0,)), 1).plan.facts
-        output = next(node for node in program.joint.module.graph.nodes if node.op == "output")
-        kind = facts.types[output.args[0][0].name]
-        return BatchInfo(kind.dim, facts.num_samples) if isinstance(kind, Sliced) else None
+        dim = program.compiled(Selection((0,)), 1).batch_dims.get(0)
+        return None if dim is None else BatchInfo(dim, program.num_samples)
 
     # Deciding.
 
@@ -184,6 +181,8 @@ class Engine:
         bound = self._attach(evaluation, program, results, seeds, budget)
         write_effects(graph, results.written)
         self._bind(graph, bound)
+        for index, dim in results.batch_dims.items():
+            graph.outputs[index].batch = dim  # A later program that starts from it can be cut, too.
         derived = [value for value in evaluation.derived if value.storage.real]
         if derived:
             views = collect(derived, [])

@@ -53,6 +53,8 @@ class Results:
     outputs: dict[int, torch.Tensor]
     gradients: list[torch.Tensor | None]
     written: dict[int, torch.Tensor]
+    batch_dims: dict[int, int]
+    """The batch dimension of each output that plainly carries the batch."""
 
 
 class NotSplittable(Exception):
@@ -151,7 +153,8 @@ class Program:
         last = first + len(joint.wrt)
         outputs = {index: values[index] for index in selection.outputs}
         written = dict(zip(joint.written, values[last:], strict=True)) if selection.effects else {}
-        return Results(outputs, values[first:last] if selection.gradients else [], written)
+        gradients = values[first:last] if selection.gradients else []
+        return Results(outputs, gradients, written, {i: d for i, d in compiled.batch_dims.items() if i in outputs})
 
     def stream(self, index: int, chunk_size: int) -> Iterator[torch.Tensor]:
         """The chunks of one output."""
