@@ -134,7 +134,8 @@ def _calibrated(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
         lambda s: (*_classes(s), s.p(s.B)),
         _head,
     ),
-    Case("several losses and regularisers", _all_together, _classes, _head),
+    # Regularisers run eagerly, before the deferred forward: a parameter's gradients are summed in another order.
+    Case("several losses and regularisers", _all_together, _classes, _head, options={"repeats": False}),
     Case(
         "regulariser alone beside a sum",
         lambda net, x, y: net(x).sum() + 0.5 * torch.stack([p.norm() for p in net.parameters()]).sum(),
