@@ -62,9 +62,9 @@ class NotSplittable(Exception):
 
 
 _joints: Cache[Joint] = Cache("trace_cache", 256)
-_untraceable: Counter[Any] = Counter()
+_failures: Counter[Any] = Counter()
 _TRIES = 3
-"""How often a program is traced in vain before it counts as opaque: an error may be of the moment."""
+"""How often a program is traced or planned in vain before it counts as opaque."""
 _plans: Cache[CompiledPlan | str] = Cache("plan_cache", 512)
 
 
@@ -82,9 +82,24 @@ class Program:
         self.joint = found
 
     def _traced(self) -> Joint:
-        if _untraceable[self.key] >= _TRIES:
-            raise NotSplittable("it cannot be traced")
-        return _joints.get_or_add(self.key, lambda: _trace(self.graph, self.demand, self.key))
+        if _failures[self.key] >= _TRIES:
+            raise NotSplittable("it could not be traced or planned before")
+        return _joints.get_or_add(self.key, self._trace)
+
+    def _trace(self) -> Joint:
+        started = time.perf_counter()
+        try:
+            return trace(self.graph, self.demand)
+        except Exception as error:  # What cannot be traced is an opaque eager segment (Rule 3), and counted (Rule 6).
+            raise self._failed("it cannot be traced", error) from error
+        finally:
+            events.sample("trace_seconds", time.perf_counter() - started)
+
+    def _failed(self, what: str, error: Exception) -> NotSplittable:
+        """An error may be of the moment: a program is given up after a few."""
+        _failures[self.key] += 1
+        text = str(error).splitlines()[0] if str(error) else ""
+        return NotSplittable(f"{what}: {type(error).__name__}: {text}")
 
     @property
     def num_samples(self) -> int:
@@ -107,7 +122,7 @@ class Program:
         try:
             compiled.prepare()
         except Exception as error:  # A chunk that is illegal on fake tensors is found before anything runs (Rule 3).
-            return f"its chunks are illegal: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise self._failed("its chunks are illegal", error) from error
         events.count("plans")
         events.sample("plan_seconds", time.perf_counter() - started)
         return compiled
@@ -180,15 +195,3 @@ def forget_plans() -> None:
 
 def _holds(joint: Joint, graph: Graph) -> bool:
     return all(graph.nodes[node].slots[which] == value for node, which, value in joint.pinned)
-
-
-def _trace(graph: Graph, demand: Demand, key: Any) -> Joint:
-    started = time.perf_counter()
-    try:
-        return trace(graph, demand)
-    except Exception as error:  # What cannot be traced is an opaque eager segment (Rule 3), and counted (Rule 6).
-        _untraceable[key] += 1
-        text = str(error).splitlines()[0] if str(error) else ""
-        raise NotSplittable(f"it cannot be traced: {type(error).__name__}: {text}") from error
-    finally:
-        events.sample("trace_seconds", time.perf_counter() - started)

@@ -58,8 +58,15 @@ def views() -> Iterator[tuple[Any, ...]]:
     yield aten.repeat.default, real(3, 2), [2, 3, 1]
     yield aten.cat.default, [real(3, 2), real(3, 2), real(6, 2)], 0
     yield aten.stack.default, [real(3, 2), real(3, 2)], 1
+    yield aten.im2col.default, real(3, 2, 5, 5), [2, 2], [1, 1], [0, 0], [1, 1]
+    yield aten.col2im.default, real(3, 8, 16), [5, 5], [2, 2], [1, 1], [0, 0], [1, 1]
     for target in (aten._conj.default, aten._conj_copy.default, aten._neg_view.default, aten._neg_view_copy.default):
         yield target, torch.randn(3, 4, dtype=torch.complex128)
+
+
+def factorisations() -> Iterator[tuple[Any, ...]]:
+    reflectors, scales = torch.geqrf(real(3, 4, 4))
+    yield aten.ormqr.default, reflectors, scales, real(3, 4, 2)
 
 
 def pointwise() -> Iterator[tuple[Any, ...]]:
@@ -238,7 +245,7 @@ def losses() -> Iterator[tuple[Any, ...]]:
 def extras() -> Iterator[Recorded]:
     """All hand-written calls."""
     torch.manual_seed(0)
-    for family in (views, pointwise, reductions, indices, layers, attention, algebra, losses):
+    for family in (views, pointwise, reductions, indices, layers, attention, algebra, factorisations, losses):
         for target, *arguments in family():
             keywords = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
             yield run(target, *arguments, **keywords)
