@@ -269,27 +269,10 @@ def _functionalise(module: fx.GraphModule, fakes: Sequence[torch.Tensor], mode: 
 _PASS_THROUGH = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 
 
-_FILLS: dict[Any, Callable[[fx.Node], Any]] = {
-    aten.ones_like.default: lambda node: 1,
-    aten.zeros_like.default: lambda node: 0,
-    aten.empty_like.default: lambda node: 0,
-    aten.full_like.default: lambda node: node.args[1],
-    aten.new_ones.default: lambda node: 1,
-    aten.new_zeros.default: lambda node: 0,
-    aten.new_empty.default: lambda node: 0,
-    aten.new_full.default: lambda node: node.args[2],
-    aten.zeros.default: lambda node: 0,
-    aten.ones.default: lambda node: 1,
-}
-"""Factories, and what they fill with: they read nothing of their operand but its layout."""
-
-
 def _simplify(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target in _PASS_THROUGH:
             node.replace_all_uses_with(node.args[0])
-        elif node.target in _FILLS:
-            _replace_by_full(module.graph, node)
         elif node.target is aten.copy.default:
             _replace_by_source(module.graph, node)
     module.graph.eliminate_dead_code()
@@ -309,16 +292,6 @@ def _replace_by_source(graph: fx.Graph, node: fx.Node) -> None:
         cast.meta["val"] = fake
         source = cast
     node.replace_all_uses_with(source)
-
-
-def _replace_by_full(graph: fx.Graph, node: fx.Node) -> None:
-    """A factory that does not look as if it depended on data."""
-    fake = node.meta["val"]
-    with graph.inserting_before(node):
-        options = {"dtype": fake.dtype, "device": fake.device}
-        full = graph.call_function(aten.full.default, (list(fake.shape), _FILLS[node.target](node)), options)
-    full.meta["val"] = fake
-    node.replace_all_uses_with(full)
 
 
 _LIARS = {aten.native_batch_norm.default, aten._native_batch_norm_legit.default}
