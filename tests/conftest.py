@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -13,3 +15,10 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fresh_counters() -> None:
     koila.metrics.reset()
+
+
+@pytest.fixture(autouse=True)
+def nothing_pending() -> Iterator[None]:
+    """What a test recorded and did not run is not the next test's matter."""
+    yield
+    koila.settle()

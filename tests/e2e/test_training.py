@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -76,3 +77,18 @@ def test_one_joint_run_serves_an_item_that_backward_follows() -> None:
     koila.metrics.reset()
     train(task, lazy=True, chunk_size=4, read_before=True)
     assert koila.metrics.counter_value("segment::rerun") == 1
+
+
+def test_a_forgotten_program_of_another_batch_size_does_not_stop_the_cut() -> None:
+    """Its running statistics are due before the next run, and it is cut along its own batch."""
+    first, second = (torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5)).double() for _ in range(2))
+    reference = copy.deepcopy(first)
+    large, small = torch.randn(16, 3).double(), torch.randn(8, 3).double()
+    reference(large)
+    with koila.budget(chunk_size=1):
+        first(koila.lazy(large))
+        koila.metrics.reset()
+        second(koila.lazy(small)).square().mean().backward()
+    assert koila.metrics.counter_value("runs::split") == 2
+    torch.testing.assert_close(first[1].running_var, reference[1].running_var, rtol=1e-10, atol=0)
+    assert koila.metrics.counter_value("chunks") % 8 == 0

@@ -107,8 +107,15 @@ class Engine:
         if whole:
             # Eager would have run everything by now, in this order; autograd's order of summation depends on it.
             graph = collect(pending, [*effects, *self._recorder.pending()])
+        elif effects:
+            # What another program writes is computed for itself: it has a batch of its own.
+            graph, others = graph.apart()
+            for other in others:
+                self._perform(other)
+            if not graph.nodes:
+                return
         try:
-            self._run(Evaluation(graph, pending, set(effects)), request, whole)
+            self._run(Evaluation(graph, pending, set(effects) & set(graph.nodes)), request, whole)
         except BaseException as error:
             own = collect(pending, [])
             if len(own.nodes) == len(graph.nodes) or not isinstance(error, Exception):
@@ -121,18 +128,23 @@ class Engine:
         """Run a program without what else is pending; the others' effects are performed one by one, or dropped."""
         due = [node for node in self._recorder.effects if node in graph.positions]
         for node in [node for node in self._recorder.effects if node not in graph.positions]:
-            effect = collect([], [node])
-            try:
-                self._run(Evaluation(effect, [], {node}), None, whole=True)
-            except Exception:  # Whoever asks for its value will see the error.
-                events.count("effects::dropped", site=node.site)
-                self._drop_effects(effect.nodes)
+            self._perform(collect([], [node]))
         try:
             if graph.nodes:
                 self._run(Evaluation(graph, wanted, set(due)), request, whole)
         except BaseException:
             self._drop_effects(graph.nodes)
             raise
+
+    def _perform(self, graph: Graph) -> None:
+        """Run a program for its effects alone."""
+        due = {node for node in self._recorder.effects if node in graph.positions}
+        whole = not self._is_cut(graph, current_budget(graph.budgets))
+        try:
+            self._run(Evaluation(graph, [], due), None, whole)
+        except Exception:  # Whoever asks for its value will see the error.
+            events.count("effects::dropped", site=graph.nodes[-1].site)
+            self._drop_effects(graph.nodes)
 
     def _is_cut(self, graph: Graph, budget: Budget) -> bool:
         if budget.chunk_size is not None:

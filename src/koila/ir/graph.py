@@ -96,6 +96,27 @@ class Graph:
         """Equal for programs of equal structure."""
         return hash(self.key)
 
+    def apart(self) -> tuple[Graph, list[Graph]]:
+        """What is connected to the wanted values, and the programs that share no value or storage with it."""
+        leader = {node: node for node in self.nodes}
+
+        def lead(node: Node) -> Node:
+            while leader[node] is not node:
+                leader[node] = node = leader[leader[node]]
+            return node
+
+        for node in self.nodes:
+            for earlier in _before(node):
+                leader[lead(earlier)] = lead(node)
+        wanted = [lead(node) for value in self.outputs for node in _makers(value)]
+        for each in wanted:
+            leader[lead(each)] = lead(wanted[0])
+        parts: dict[Node, list[Node]] = {}
+        for node in self.nodes:
+            parts.setdefault(lead(node), []).append(node)
+        own = parts.pop(lead(wanted[0])) if wanted else []
+        return Graph(tuple(own), self.outputs), [Graph(tuple(nodes), ()) for nodes in parts.values()]
+
     def check_fresh(self, needed: Iterable[int] | None = None) -> None:
         """Raise if an operand was changed since its call was recorded (Rule 5)."""
         wanted = None if needed is None else {id(self.leaves[index]) for index in needed}
@@ -175,14 +196,18 @@ def collect(wanted: Sequence[Value], effects: Sequence[Node]) -> Graph:
     found: set[Node] = set()
     pending: list[Node] = [*effects]
     for value in wanted:
-        pending += [value.node] if value.node is not None else []
-        pending += value.storage.writers
+        pending += _makers(value)
     while pending:
         node = pending.pop()
         if node not in found:
             found.add(node)
             pending += _before(node)
     return Graph(tuple(sorted(found, key=lambda node: node.sequence)), tuple(wanted))
+
+
+def _makers(value: Value) -> list[Node]:
+    """What must run before a value is there, and up to date."""
+    return [*([] if value.node is None else [value.node]), *value.storage.writers]
 
 
 def _before(node: Node) -> list[Node]:
