@@ -21,6 +21,7 @@ from koila.capture.lazy import LazyTensor
 from koila.capture.recorder import Bridge, recorder
 from koila.execution.engine import Engine
 from koila.execution.programs import NotSplittable, Program, forget_plans
+from koila.execution.report import Report
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Value
 from koila.ir.source import user_site
@@ -168,6 +169,16 @@ def explain(value: Any, *, backward: bool = False, chunk_size: int | None = None
     return explain_values(wanted, backward, chunk_size or current_budget().chunk_size or 1)
 
 
+def last_report() -> Report:
+    """What the last run did: bytes, time, chunks, what was computed again; print it.
+
+    >>> _ = (lazy(torch.ones(4, 2)) * 2).sum().item()
+    >>> last_report().how
+    'whole'
+    """
+    return _engine.last_report
+
+
 def graph(value: Any) -> Graph:
     """The pending program behind a value, or behind every lazy tensor in a structure.
 
@@ -180,4 +191,5 @@ def graph(value: Any) -> Graph:
     return found
 
 
-Bridge.realizer = Engine(recorder)
+_engine = Engine(recorder)
+Bridge.realizer = _engine

@@ -1,21 +1,44 @@
 """Budgets and their scopes.
 
 *Takes* what the user says a run may use. *Gives* the `Budget` in force: the smallest that the inputs were given by
-`koila.lazy`, else the innermost scope at run time, else `KOILA_BUDGET`. Without any of them runs are not limited.
+`koila.lazy`, else the innermost scope at run time, else `KOILA_BUDGET`, else what is free (`default_bytes`).
 """
 
 from __future__ import annotations
 
 import os
+import re
+import tempfile
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import ContextDecorator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeAlias
 
-from koila._bytes import parse_bytes
+import torch
+
+from koila._bytes import format_bytes, parse_bytes
+from koila._free import alive_bytes, default_bytes, free_bytes, result_bytes
 from koila.errors import BudgetError
 
+__all__ = [
+    "Budget",
+    "alive_bytes",
+    "budget",
+    "current_budget",
+    "default_bytes",
+    "free_bytes",
+    "read_bytes",
+    "result_bytes",
+]
+
+Amount: TypeAlias = int | float | str
+"""An amount of memory as users write it."""
+VARIABLE = "KOILA_BUDGET"
 ACCEPTED = 'bytes as an int, a text such as "512MiB" (2^20) or "512MB" (10^6), or a share of what is free such as 0.5'
+MOST_BYTES = 2**63 - 1
+_TEXT = re.compile(r"(?P<sign>-?)\s*(?P<number>\d+(?:\.\d+)?)?\s*(?P<unit>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +49,56 @@ class Budget:
     """Samples per chunk, if the user forces it."""
     allowed_bytes: int | None = None
     """Bytes that a run may allocate: gradients, results, merges, kept values, transients. None is no limit."""
+    total_bytes: int | None = None
+    """Bytes that these and what is alive on the device may reach together. None is no limit."""
+    reserved_bytes: int = 0
+    """Bytes of the above to leave alone, for what koila cannot see."""
+    offload: str | None = None
+    """The directory for values that are kept in files, or None if none are."""
+    tune: bool = True
+    """Whether measuring may change later plans."""
+    is_default: bool = False
+    """Whether nobody named a size: `default_bytes` says what is free, for whoever needs to know."""
 
     @property
     def limits(self) -> bool:
-        """Whether it says anything."""
-        return self.chunk_size is not None or self.allowed_bytes is not None
+        """Whether it names a size."""
+        return self.chunk_size is not None or self.allowed_bytes is not None or self.total_bytes is not None
+
+    def limit(self, device: torch.device | None = None) -> int | None:
+        """Bytes that a run may allocate now, or None if no bytes were named.
+
+        Args:
+            device: Where the run allocates, for `total_bytes`; the CPU is the default.
+
+        Raises:
+            BudgetError: What is alive or reserved leaves nothing.
+
+        >>> Budget(allowed_bytes=2048, reserved_bytes=48).limit()
+        2000
+        """
+        left = None if self.allowed_bytes is None else self._left_of_allowed(self.allowed_bytes)
+        if self.total_bytes is None:
+            return left
+        beside = self._left_of_total(self.total_bytes, device)
+        return beside if left is None else min(left, beside)
+
+    def _left_of_allowed(self, allowed: int) -> int:
+        if allowed <= self.reserved_bytes:
+            fact = f"reserved={format_bytes(self.reserved_bytes)} of {format_bytes(allowed)} allowed"
+            raise BudgetError(f"{fact} leaves nothing to run in", hint="reserve less, or allow more")
+        return allowed - self.reserved_bytes
+
+    def _left_of_total(self, total: int, device: torch.device | None) -> int:
+        alive = alive_bytes(device)
+        taken = alive + self.reserved_bytes
+        if total <= taken:
+            raise BudgetError(
+                f"total={format_bytes(total)} leaves nothing to run in: {format_bytes(alive)} are alive on "
+                f"{device or 'cpu'} and {format_bytes(self.reserved_bytes)} reserved",
+                hint=f"a total of more than {format_bytes(taken)}, or allowed=, which does not count what is alive",
+            )
+        return total - taken
 
 
 class _Scopes(threading.local):
@@ -42,29 +110,71 @@ _scopes = _Scopes()
 
 
 def current_budget(given: Iterable[int] = ()) -> Budget:
-    """The budget in force for a program whose inputs were given these byte budgets."""
+    """The budget in force for a program whose inputs were given these byte budgets.
+
+    Of the innermost scope these take what is reserved, where to offload and whether to tune, but no size.
+    """
+    scope = _scopes.stack[-1] if _scopes.stack else Budget()
     smallest = min(given, default=None)
     if smallest is not None:
-        return Budget(allowed_bytes=smallest)
-    if _scopes.stack:
-        return _scopes.stack[-1]
-    text = os.environ.get("KOILA_BUDGET")
-    return Budget(allowed_bytes=read_bytes(text, "KOILA_BUDGET")) if text else Budget()
+        return replace(scope, chunk_size=None, allowed_bytes=smallest, total_bytes=None)
+    if scope.limits:
+        return scope
+    text = os.environ.get(VARIABLE, "").strip()
+    return replace(scope, allowed_bytes=_read_variable(text)) if text else replace(scope, is_default=True)
 
 
-@contextmanager
+class _Scope(ContextDecorator):
+    """Makes its budget once when it is written, so that a mistake is reported there, and again whenever it is entered:
+    a share is one of what is free then."""
+
+    def __init__(self, make: Callable[[], Budget]) -> None:
+        self._make = make
+        make()
+
+    def __enter__(self) -> Budget:
+        scope = self._make()
+        if _scopes.stack and not scope.limits:
+            outer = _scopes.stack[-1]
+            scope = replace(
+                outer,
+                reserved_bytes=scope.reserved_bytes or outer.reserved_bytes,
+                offload=scope.offload,
+                tune=scope.tune,
+            )
+            _check_reserved(scope)
+        _scopes.stack.append(scope)
+        return scope
+
+    def __exit__(self, *_: object) -> None:
+        _scopes.stack.pop()
+
+
 def budget(
-    allowed: int | str | float | None = None, *, chunk_size: int | None = None, reserved: int | str = 0
-) -> Iterator[Budget]:
+    allowed: Amount | None = None,
+    *,
+    total: Amount | None = None,
+    reserved: Amount = 0,
+    offload: bool | str | os.PathLike[str] | None = None,
+    chunk_size: int | None = None,
+    tune: bool = True,
+) -> _Scope:
     """A scope (or decorator) in which runs keep to a budget.
 
-    Args:
-        allowed: What a run may allocate: bytes as an int, a text such as "512MiB", or a share of what is free.
-        chunk_size: Cut the batch into chunks of this many samples instead; the last one may be smaller.
-        reserved: Bytes of `allowed` to leave alone, for what koila cannot see.
+    The innermost scope holds; one that names no size keeps the size of the scope around it. An amount is bytes as an
+    int, a text such as "512MiB", or a share of what is free when the scope is entered.
 
-    Yields:
-        The budget in force.
+    Args:
+        allowed: What a run may allocate.
+        total: What a run may allocate and what is alive on the device, together; a share is one of what is free and
+            alive. With `allowed`, the smaller one holds.
+        reserved: Leave this much of them alone, for what koila cannot see.
+        offload: Keep values in files where that is needed: in the temporary directory (True) or in this one.
+        chunk_size: Cut the batch into chunks of this many samples instead; the last one may be smaller.
+        tune: Whether measuring may change later plans.
+
+    Returns:
+        The scope, which gives the `Budget`.
 
     Raises:
         BudgetError: A budget that is not one.
@@ -73,53 +183,151 @@ def budget(
     ...     scope.allowed_bytes
     2048
     """
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise BudgetError(f"chunk_size must be a whole number of at least 1, got {chunk_size!r}", hint="chunk_size=1")
-    if allowed is not None and chunk_size is not None:
-        raise BudgetError(
-            f"both a chunk size ({chunk_size}) and a byte budget ({allowed!r}): koila picks the chunk size itself",
-            hint='koila.budget("512MiB") or koila.budget(chunk_size=4)',
-        )
-    kept = read_bytes(reserved, "reserved") if reserved else 0
-    scope = Budget(chunk_size, None if allowed is None else _less(read_bytes(allowed, "budget"), kept))
-    _scopes.stack.append(scope)
-    try:
-        yield scope
-    finally:
-        _scopes.stack.pop()
+    return _Scope(lambda: _make(allowed, total, reserved, offload, chunk_size, tune))
 
 
-def _less(allowed: int, reserved: int) -> int:
-    if reserved >= allowed:
-        raise BudgetError(f"{reserved} bytes reserved of {allowed} allowed leave nothing", hint="reserve less")
-    return allowed - reserved
+def _make(
+    allowed: object, total: object, reserved: object, offload: object, chunk_size: object, tune: object
+) -> Budget:
+    size = _read_chunk_size(chunk_size)
+    for name, amount in (("allowed", allowed), ("total", total)):
+        if size is not None and amount is not None:
+            raise BudgetError(
+                f"both a chunk size ({size}) and a byte budget ({name}={_shown(amount)}): with bytes, koila picks the "
+                "chunk size itself",
+                hint='koila.budget("512MiB") or koila.budget(chunk_size=4)',
+            )
+    if not isinstance(tune, bool):
+        raise BudgetError(f"tune={_shown(tune)} is neither True nor False", hint="tune=False keeps plans as they are")
+    made = Budget(
+        size,
+        None if allowed is None else read_bytes(allowed, "allowed"),
+        None if total is None else read_bytes(total, "total", lambda: free_bytes() + alive_bytes()),
+        read_bytes(reserved, "reserved", smallest=0),
+        _read_offload(offload),
+        tune,
+    )
+    _check_reserved(made)
+    return made
 
 
-def read_bytes(value: object, name: str) -> int:
-    """A byte count from what users write."""
+def _check_reserved(made: Budget) -> None:
+    for name, most in (("allowed", made.allowed_bytes), ("total", made.total_bytes)):
+        if most is not None and made.reserved_bytes >= most:
+            raise BudgetError(
+                f"reserved={made.reserved_bytes} of {name}={most} bytes leaves nothing to run in",
+                hint=f"reserve less than {format_bytes(most)}, or allow more",
+            )
+
+
+# What users write.
+
+
+def read_bytes(
+    value: object, name: str, whole: Callable[[], int] = free_bytes, smallest: int = 1, quoted: bool = True
+) -> int:
+    """A byte count from what users write.
+
+    Args:
+        value: An amount of memory, or anything else.
+        name: What the user calls it.
+        whole: What a share is a share of.
+        smallest: The smallest amount that makes sense, in bytes.
+        quoted: Whether a text stands in quotes where the user writes it.
+
+    Raises:
+        BudgetError: It is not an amount, or too small or too large.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise BudgetError(f"{name}={value!r} is not a number of bytes", hint=ACCEPTED)
+        kind = "None" if value is None else f"of type {type(value).__name__}"
+        raise _refused(name, f"{name} is not a number of bytes but {kind}", quoted)
     if isinstance(value, float):
         if not 0 < value <= 1:
-            raise BudgetError(f"{name}={value!r} is not a share in (0, 1]", hint=ACCEPTED)
-        return int(value * free_bytes())
-    try:
-        found = parse_bytes(value)
-    except ValueError as error:
-        raise BudgetError(f"{name}={value!r} cannot be read: {error}", hint=ACCEPTED) from error
-    if found <= 0:
-        raise BudgetError(f"{name}={value!r} leaves nothing to run in", hint=ACCEPTED)
+            raise _refused(name, f"{name}={value!r} is not a share in (0, 1]", quoted)
+        found = int(value * whole())
+    else:
+        found = _read_text(value, name, quoted) if isinstance(value, str) else value
+    if found < smallest:
+        fact = "is less than nothing" if smallest == 0 else "leaves nothing to run in"
+        raise _refused(name, f"{name}={_shown(value)} {fact}", quoted)
+    if found > MOST_BYTES:
+        raise _refused(name, f"{name}={_shown(value)} is more than any device has (2^63 bytes)", quoted)
     return found
 
 
-def free_bytes() -> int:
-    """Memory that is free on this machine."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return 1 << 32
+def _read_text(text: str, name: str, quoted: bool) -> int:
+    match = _TEXT.fullmatch(text.strip())
+    assert match is not None  # Every text matches.
+    number, unit = match["number"], match["unit"]
+    if match["sign"] and number:
+        return -1
+    if number is None:
+        fault = "it does not begin with a number" if text.strip() else "it is empty"
+    elif not unit:
+        fault = "it has no unit"
+    else:
+        try:
+            return parse_bytes(text)
+        except ValueError:
+            fault = f"{_shown(unit)} is not a unit of memory"
+    raise _refused(name, f"{name}={_shown(text)} cannot be read: {fault}", quoted, number or "512")
 
 
-def result_bytes() -> int:
-    """How much a split run may keep of values that nobody asked for but the user still holds."""
-    return free_bytes() // 4
+def _refused(name: str, fact: str, quoted: bool, number: str = "512") -> BudgetError:
+    example = f'{name}="{number[:20]}MiB"' if quoted else f"{name}={number[:20]}MiB"
+    return BudgetError(fact, hint=f"{example}; accepted are {ACCEPTED}")
+
+
+def _shown(value: object) -> str:
+    """A value in a message: on one line, and not all of a large one."""
+    if isinstance(value, int) and abs(value) > MOST_BYTES:
+        return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1} or more"
+    if isinstance(value, (int, float, str, os.PathLike)) or value is None:
+        text = repr(value)
+        return text if len(text) <= 60 else text[:60] + "…"
+    return f"<{type(value).__name__}>"
+
+
+@lru_cache(maxsize=1)
+def _read_variable(text: str) -> int:
+    """The variable's text is read like a literal: 1073741824, 0.5, 512MiB. Kept, so that a share does not change from
+    run to run."""
+    value: int | float | str = text
+    for kind in (int, float):
+        try:
+            value = kind(text)
+            break
+        except ValueError:
+            continue
+    return read_bytes(value, VARIABLE, quoted=False)
+
+
+def _read_chunk_size(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BudgetError(
+            f"chunk_size must be a whole number of at least 1, got {_shown(value)}",
+            hint='chunk_size=1, or a byte budget such as "512MiB", for which koila picks the chunk size',
+        )
+    return value
+
+
+def _read_offload(value: object) -> str | None:
+    if value is None or value is False:
+        return None
+    if value is not True and not isinstance(value, (str, os.PathLike)):
+        raise _not_offload(value, f"is neither True, False nor a directory but of type {type(value).__name__}")
+    path = tempfile.gettempdir() if value is True else os.fsdecode(value)
+    if not os.path.isdir(path):
+        raise _not_offload(value, "is not a directory" if os.path.exists(path) else "does not exist")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise _not_offload(value, "is a directory that koila may not write to")
+    return os.path.abspath(path)
+
+
+def _not_offload(value: object, fault: str) -> BudgetError:
+    return BudgetError(
+        f"offload={_shown(value)} {fault}",
+        hint=f"offload=True, which is {tempfile.gettempdir()}; accepted are True, False and a directory to write to",
+    )

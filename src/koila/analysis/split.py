@@ -78,7 +78,9 @@ class Facts:
 class _Typing:
     """One pass over the joint graph."""
 
-    def __init__(self, joint: Joint, batches: Mapping[int, int | Sliced], num_samples: int, wanted: set[int] | None) -> None:
+    def __init__(
+        self, joint: Joint, batches: Mapping[int, int | Sliced], num_samples: int, wanted: set[int] | None
+    ) -> None:
         self.joint, self.num_samples, self.wanted = joint, num_samples, wanted
         self.batches = batches
         self.items: dict[fx.Node, Item] = {}

@@ -6,6 +6,7 @@ values of written leaves, nothing committed yet.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from koila.ir.graph import Graph
 from koila.planning.body import Body
 from koila.planning.plan import Plan, is_joint, key_of
 from koila.planning.region import Region
+from koila.planning.shelf import empty_in_file
 
 Floats = Callable[[Sequence[Slot]], list[float]]
 """The floats of this step."""
@@ -70,14 +72,17 @@ class _Run:
         self.values: dict[Item, Any] = {}
         """Whole values, kept buffers, finished merges."""
         self.accumulators: dict[Item, Any] = {}
+        self.phase_seconds: list[float] = []
         self.streamed: Item | None = None
         """The item whose chunks are handed out instead of stored."""
 
     def run(self) -> list[Any]:
         """Every result."""
         for number in range(len(self.plan.phases)):
+            started = time.perf_counter()
             for _ in self._phase(number):
                 pass
+            self.phase_seconds.append(time.perf_counter() - started)
         self._section(self.plan.after, len(self.plan.phases))
         return [None if item is None else self._value(item) for item in self.plan.facts.results]
 
@@ -168,7 +173,11 @@ class _Sink:
     def _store(self, item: Item, kind: Sliced, value: torch.Tensor) -> None:
         values, fake = self.run.values, item.node.meta["val"]
         if item not in values:
-            values[item] = torch.empty_strided(fake.shape, _dense(fake), dtype=fake.dtype, device=value.device)
+            shape, stride = fake.shape, _dense(fake)
+            if item in self.run.plan.offloaded:
+                values[item] = empty_in_file(shape, stride, fake.dtype)
+            else:
+                values[item] = torch.empty_strided(shape, stride, dtype=fake.dtype, device=value.device)
         store_chunk(values[item], value, kind, self.start, self.stop, self.run.plan.facts.num_samples)
 
 
@@ -217,10 +226,16 @@ def _monoid(item: Item) -> Any:
     return kind.monoid
 
 
-def run_chunked(compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) -> list[Any]:
+def run_chunked(
+    compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any], phase_seconds: list[float] | None = None
+) -> list[Any]:
     """Run a plan; results in the order of the joint graph."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return _Run(compiled, lambda slots: slot_values(graph, slots), inputs).run()
+        run = _Run(compiled, lambda slots: slot_values(graph, slots), inputs)
+        results = run.run()
+    if phase_seconds is not None:
+        phase_seconds += run.phase_seconds
+    return results
 
 
 def stream_chunked(compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) -> Iterator[torch.Tensor]:

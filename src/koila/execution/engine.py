@@ -9,23 +9,34 @@ scalar are computed in one joint run where a backward is asked for, or where one
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from koila import events
-from koila._budget import Budget, current_budget, result_bytes
+from koila._budget import Budget, current_budget, default_bytes, result_bytes
 from koila.analysis.trace import Demand
 from koila.capture.lookup import BackwardRequest
 from koila.capture.recorder import Recorder
 from koila.errors import StaleInputError
 from koila.execution.evaluation import Evaluation, connected_leaves
-from koila.execution.programs import NotSplittable, Program, Results, Selection
+from koila.execution.memory import give_back, is_out_of_memory
+from koila.execution.programs import NotSplittable, Program, Results, Selection, correct
 from koila.execution.projection import project_whole
+from koila.execution.report import Notes, Report, measuring
 from koila.execution.segment import Demanded, Gradients, SegmentState, attach, scaled
-from koila.execution.transaction import gradients_restored_on_error, leaves_behind, write_effects
-from koila.execution.whole import gradients_whole, run_whole
+from koila.execution.tracker import StorageTracker
+from koila.execution.transaction import (
+    gradients_restored_on_error,
+    is_from_user,
+    leaves_behind,
+    restored_on_error,
+    write_effects,
+)
+from koila.execution.whole import gradients_whole, run_whole, written_leaves
 from koila.interfaces import BatchInfo
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph, collect
@@ -34,6 +45,7 @@ from koila.ir.prepass import prepass_of
 from koila.ir.source import user_site
 from koila.planning.memory import Projection
 from koila.planning.search import refusal
+from koila.planning.shelf import shelf_in
 
 Seeds = tuple[torch.Tensor | None, ...]
 
@@ -45,24 +57,55 @@ class Engine:
         self._recorder = recorder
         self._demanded: Cache[Demanded] = Cache("demand_cache", 256)
         self._backs_off: set[Any] = set()
+        self.last_report = Report()
+        """What the last run did."""
+        self._notes, self._noted = Notes(), False
 
     def materialize(self, values: Sequence[Value], why: str) -> None:
         """Bind pending values to real tensors, and perform the pending effects."""
-        self._realize(values, None, whole=why == "grad_fn")
+        with self._noting():
+            self._realize(values, None, whole=why == "grad_fn")
 
     def backward(self, request: BackwardRequest) -> None:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
-        due = collect(involved, []).nodes
+        due = collect(involved, self._recorder.effects)
         try:
             seeds = [_own_seed(*pair) for pair in zip(request.roots, request.gradients, strict=True)]
-            with gradients_restored_on_error(self._accumulating(request)):
+            with self._noting(), restored_on_error(written_leaves(due), unless=is_from_user):
                 self._realize(involved, request)
-                _backward_on_real(request, seeds)
+                changing = self._accumulating(request)
+                if self._notes.how == "split":
+                    # It changes no gradient before its commit, which is PyTorch's own addition: no copies.
+                    changing = [tensor for tensor in changing if tensor.grad is None]
+                with gradients_restored_on_error(changing, unless=is_from_user):
+                    _backward_on_real(request, seeds)
         except BaseException:
-            self._drop_effects(due)
+            self._drop_effects(due.nodes)
             raise
         self._recorder.new_epoch()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note what a run does; measure it if somebody wants to know."""
+        if self._noted:  # A run within a run: a hook that forces a value.
+            yield
+            return
+        self._notes, self._noted = Notes(), True
+        scopes = list(measuring())
+        tracker = StorageTracker() if scopes else None
+        try:
+            with tracker or nullcontext():
+                yield
+        finally:
+            self._noted = False
+            if tracker is not None:
+                self._notes.measured_bytes = tracker.peak_bytes
+            self.last_report = self._notes.report()
+            if self.last_report.how != "nothing ran":
+                for scope in scopes:
+                    scope.reports.append(self.last_report)
+                _learn(self._notes)
 
     def _accumulating(self, request: BackwardRequest) -> list[torch.Tensor]:
         """Tensors whose .grad a backward may change."""
@@ -150,7 +193,7 @@ class Engine:
     def _is_cut(self, graph: Graph, budget: Budget) -> bool:
         if budget.chunk_size is not None:
             return budget.chunk_size < graph.num_samples
-        return budget.allowed_bytes is not None
+        return not budget.is_default or _may_be_too_large(graph, budget)
 
     def _drop_effects(self, nodes: Sequence[Node]) -> None:
         """A run that failed leaves no writes behind that every later run would try again (Rule 4)."""
@@ -162,22 +205,65 @@ class Engine:
             storage.readers = [r for r in storage.readers if (n := r()) is not None and n not in failed]
 
     def _run(self, evaluation: Evaluation, request: BackwardRequest | None, whole: bool) -> None:
-        started = time.perf_counter()
+        started, notes = time.perf_counter(), self._notes
         evaluation.graph.check_fresh()
-        budget, how = current_budget(evaluation.graph.budgets), "whole"
-        if not whole and not _fits_whole(evaluation, request, budget):
+        budget = Budget() if whole else _resolved(current_budget(evaluation.graph.budgets))
+        notes.how, notes.num_samples, notes.allowed_bytes = "whole", evaluation.graph.num_samples, budget.allowed_bytes
+        if not whole and not self._fits_whole(evaluation, request, budget):
             try:
                 self._run_split(evaluation, request, budget)
-                how = "split"
+                notes.how = "split"
             except NotSplittable as reason:
-                _check_whole_fits(evaluation, request, budget)
-                _count_fallback(str(reason))
-        if how == "whole":
-            results = run_whole(evaluation.graph, evaluation.needed, evaluation.effects)
-            self._bind(evaluation.graph, results)
+                self._check_whole_fits(evaluation, request, budget)
+                self._fall_back(str(reason))
+        if notes.how == "whole":
+            self._run_whole(evaluation, request)
         events.count("runs")
-        events.count(f"runs::{how}")
+        events.count(f"runs::{notes.how}")
         events.sample("run_seconds", time.perf_counter() - started)
+
+    def _run_whole(self, evaluation: Evaluation, request: BackwardRequest | None) -> None:
+        try:
+            results = run_whole(evaluation.graph, evaluation.needed, evaluation.effects)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._count_retry(error)
+            try:
+                half = _projected_whole(evaluation, request).peak_bytes // 2
+                self._run_split(evaluation, request, Budget(allowed_bytes=max(1, half), is_default=True))
+                self._notes.how = "split"
+            except NotSplittable:
+                raise error from None
+        else:
+            self._bind(evaluation.graph, results)
+
+    def _fits_whole(self, evaluation: Evaluation, request: BackwardRequest | None, budget: Budget) -> bool:
+        if budget.allowed_bytes is None or any(node.func in _HOOKS for node in evaluation.graph.nodes):
+            return False
+        projection = _projected_whole(evaluation, request)
+        fits = projection.peak_bytes <= budget.allowed_bytes
+        if fits:
+            self._notes.projected_bytes = projection.peak_bytes
+        return fits
+
+    def _check_whole_fits(self, evaluation: Evaluation, request: BackwardRequest | None, budget: Budget) -> None:
+        """Rule 2: what cannot be cut and does not fit is refused before it runs."""
+        if budget.allowed_bytes is not None and not self._fits_whole(evaluation, request, budget):
+            projection = _projected_whole(evaluation, request)
+            if projection.peak_bytes > budget.allowed_bytes and not budget.is_default:
+                raise refusal(projection.peak_bytes, budget.allowed_bytes, projection.largest)
+
+    def _fall_back(self, reason: str) -> None:
+        self._notes.fallbacks.append(reason)
+        _count_fallback(reason)
+
+    def _count_retry(self, error: Exception) -> None:
+        """Memory ran out: give back what can be given back, and say so (Rule 6)."""
+        self._notes.retries += 1
+        events.count("retries", site=user_site())
+        error.__traceback__ = None  # Its frames hold the tensors of the run that failed.
+        give_back()
 
     # The split run.
 
@@ -190,7 +276,7 @@ class Engine:
         selection = Selection(evaluation.fitting(), with_gradients, effects=bool(evaluation.effects))
         if selection == Selection():
             raise NotSplittable("only views are wanted")
-        results = program.run(selection, budget, seeds)
+        results = self._run_until_it_fits(program, selection, budget, seeds)
         bound = self._attach(evaluation, program, results, seeds, budget)
         write_effects(graph, results.written)
         self._bind(graph, bound)
@@ -200,6 +286,23 @@ class Engine:
         if derived:
             views = collect(derived, [])
             self._bind(views, run_whole(views, set(derived), set()))
+
+    def _run_until_it_fits(self, program: Program, selection: Selection, budget: Budget, seeds: Seeds) -> Results:
+        """Run; if memory runs out all the same, with smaller and smaller plans."""
+        notes = self._notes
+        while True:
+            compiled = program.plan(selection, budget)
+            notes.plan, notes.projected_bytes, notes.phase_seconds = compiled.plan, compiled.projected_bytes, []
+            notes.program = (program.key, selection)
+            try:
+                with shelf_in(budget.offload):
+                    return program.run(compiled, selection, seeds, notes.phase_seconds)
+            except Exception as error:
+                smaller = program.smaller(compiled, selection, budget) if is_out_of_memory(error) else None
+                if smaller is None:
+                    raise
+                self._count_retry(error)
+                budget = smaller
 
     def _demand(self, evaluation: Evaluation, request: BackwardRequest | None) -> tuple[Demand, Seeds]:
         """What to differentiate: the request's roots, or a scalar that may be differentiated later."""
@@ -304,18 +407,38 @@ def _projected_whole(evaluation: Evaluation, request: BackwardRequest | None) ->
     return _whole_bytes.get_or_add(key, lambda: project_whole(graph, roots))
 
 
-def _fits_whole(evaluation: Evaluation, request: BackwardRequest | None, budget: Budget) -> bool:
-    if budget.allowed_bytes is None or any(node.func in _HOOKS for node in evaluation.graph.nodes):
-        return False
-    return _projected_whole(evaluation, request).peak_bytes <= budget.allowed_bytes
+_LARGE_BYTES = 128 << 20
+"""Without a budget, programs that make less than this are run as they are, without looking at what is free."""
 
 
-def _check_whole_fits(evaluation: Evaluation, request: BackwardRequest | None, budget: Budget) -> None:
-    """Rule 2: what cannot be cut and does not fit is refused before it runs."""
-    if budget.allowed_bytes is not None:
-        projection = _projected_whole(evaluation, request)
-        if projection.peak_bytes > budget.allowed_bytes:
-            raise refusal(projection.peak_bytes, budget.allowed_bytes, projection.largest)
+def _may_be_too_large(graph: Graph, budget: Budget) -> bool:
+    """Whether a program could need more than is free: everything it makes, twice, and its gradients."""
+    made = sum(output.prepass.num_bytes for node in graph.nodes for output in node.inference.outputs)
+    gradients = sum(leaf.numel() * leaf.element_size() for leaf in graph.leaves if leaf.requires_grad)
+    rough = 2 * made + gradients
+    return rough > _LARGE_BYTES and rough > default_bytes(budget.reserved_bytes)
+
+
+def _resolved(budget: Budget) -> Budget:
+    """The budget as bytes that a run may allocate now."""
+    if budget.chunk_size is not None:
+        return budget
+    limit = default_bytes(budget.reserved_bytes) if budget.is_default else budget.limit()
+    assert limit is not None
+    if budget.is_default or budget.total_bytes is not None:
+        # What is free changes all the time: plans are made for steps of an eighth.
+        step = 1 << max(0, limit.bit_length() - 4)
+        limit = limit // step * step
+    return replace(budget, allowed_bytes=max(1, limit), total_bytes=None, reserved_bytes=0)
+
+
+def _learn(notes: Notes) -> None:
+    """A peak above the projection corrects the next plan."""
+    if notes.how != "split" or notes.measured_bytes is None or notes.projected_bytes is None:
+        return
+    if notes.measured_bytes > notes.projected_bytes:
+        events.count("projection::too low")
+        correct(notes.program, notes.measured_bytes - notes.projected_bytes)
 
 
 def _count_fallback(reason: str) -> None:
@@ -382,7 +505,21 @@ def _gradients_split(
     wrt = tuple(index for index, leaf in enumerate(graph.leaves) if leaf.requires_grad)
     scalar = len(roots) == 1 and seeds[0].numel() == 1
     program = Program(graph, Demand(roots, (False,) if scalar else (True,) * len(roots), wrt))
-    found = program.run(Selection((), gradients=True), budget, seeds).gradients
+    selection = Selection((), gradients=True)
+    while True:
+        compiled = program.plan(selection, budget)
+        try:
+            with shelf_in(budget.offload):
+                found = program.run(compiled, selection, seeds).gradients
+            break
+        except Exception as error:
+            smaller = program.smaller(compiled, selection, budget) if is_out_of_memory(error) else None
+            if smaller is None:
+                raise
+            events.count("retries")
+            error.__traceback__ = None
+            give_back()
+            budget = smaller
     if scalar and float(seeds[0]) != 1.0:
         found = scaled(found, float(seeds[0]))
     chosen = dict(zip(wrt, found, strict=True))

@@ -64,9 +64,7 @@ class _Writer:
             lines += [f"{self.names[each]} = None" for each in gone]
         text = "def body(w, start, stop, slots, sink):\n    " + "\n    ".join(lines or ["pass"]) + "\n"
         exec(compile(text, "<koila body>", "exec"), self.globals)
-        return Loop(
-            self.globals["body"], self.body.wholes, self.body.sinks, tuple(self.slots), self.executed, text
-        )
+        return Loop(self.globals["body"], self.body.wholes, self.body.sinks, tuple(self.slots), self.executed, text)
 
     def _statement(self, node: fx.Node) -> list[str]:
         if "skipped" in node.meta:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from koila import events
 from koila._budget import Budget
 from koila.analysis.split import analyse
 from koila.analysis.trace import Demand, Joint, trace
-from koila.execution.chunked import CompiledPlan, run_chunked, stream_chunked
 from koila.errors import BudgetError
+from koila.execution.chunked import CompiledPlan, run_chunked, stream_chunked
 from koila.execution.projection import drawn_bytes
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 from koila.planning.plan import make_layout, make_plan
-from koila.planning.search import Search, refusal
+from koila.planning.search import ALL, Search, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +128,22 @@ class Program:
         events.sample("plan_seconds", time.perf_counter() - started)
         return compiled
 
-    def fitting(self, selection: Selection, allowed_bytes: int) -> CompiledPlan:
+    def fitting(self, selection: Selection, allowed_bytes: int, offload: bool = False) -> CompiledPlan:
         """The plan for a selection of results that a byte budget allows."""
-        key = (*self.key, selection, "bytes", allowed_bytes)
-        found = _plans.get_or_add(key, lambda: self._fit(selection, allowed_bytes))
+        key = (*self.key, selection, "bytes", allowed_bytes, offload)
+        found = _plans.get_or_add(key, lambda: self._fit(selection, allowed_bytes, offload))
         if isinstance(found, str):
             raise NotSplittable(found)
         return found
 
-    def _fit(self, selection: Selection, allowed_bytes: int) -> CompiledPlan | str:
+    def _fit(self, selection: Selection, allowed_bytes: int, offload: bool) -> CompiledPlan | str:
         started = time.perf_counter()
-        search = _searches.get_or_add((*self.key, selection), lambda: self._search(selection))
+        search = _searches.get_or_add((*self.key, selection, offload), lambda: self._search(selection, offload))
         outside = self.outside_bytes(selection)
         try:
             plan, projection = search.run(allowed_bytes - outside)
         except BudgetError as error:
-            raise refusal(error.needed_bytes + outside, allowed_bytes, error.where) from None
+            raise refusal(error.needed_bytes + outside, allowed_bytes, str(error.where)) from None
         except Exception as error:  # A chunk that is illegal on fake tensors is found before anything runs (Rule 3).
             raise self._failed("its chunks are illegal", error) from error
         events.count("plans")
@@ -152,25 +152,51 @@ class Program:
         compiled.projected_bytes = projection.peak_bytes + outside
         return compiled
 
-    def _search(self, selection: Selection) -> Search:
-        return Search(analyse(self.joint, self.graph.batches, self.num_samples, selection.wanted(self.joint)))
+    def _search(self, selection: Selection, offload: bool) -> Search:
+        facts = analyse(self.joint, self.graph.batches, self.num_samples, selection.wanted(self.joint))
+        return Search(facts, ALL | {"offload"} if offload else ALL)
 
     def outside_bytes(self, selection: Selection) -> int:
         """Bytes of a run that the plan does not see: random numbers that were drawn, seeds of a backward."""
         seeds = (self.graph.outputs[root].prepass.num_bytes for root in self.demand.roots)
-        return drawn_bytes(self.graph) + (sum(seeds) if selection.gradients else 0)
+        # Real values that eager code made on the way: a position embedding, say.
+        made = sum(leaf.numel() * leaf.element_size() for leaf in self.graph.leaves if leaf.grad_fn is not None)
+        known = drawn_bytes(self.graph) + made + _corrections.get((self.key, selection), 0)
+        return known + (sum(seeds) if selection.gradients else 0)
 
-    def run(self, selection: Selection, budget: Budget, seeds: tuple[torch.Tensor | None, ...] = ()) -> Results:
+    def plan(self, selection: Selection, budget: Budget) -> CompiledPlan:
+        """The plan for a budget; what is only the default is not refused, but met as far as possible."""
+        if budget.allowed_bytes is None:
+            return self.compiled(selection, budget.chunk_size or 1)
+        offload = budget.offload is not None
+        try:
+            return self.fitting(selection, budget.allowed_bytes, offload)
+        except BudgetError as error:
+            if not budget.is_default:
+                raise
+            events.count("budget::over what is free")
+            return self.fitting(selection, error.needed_bytes, offload)
+
+    def smaller(self, compiled: CompiledPlan, selection: Selection, budget: Budget) -> Budget | None:
+        """A budget for a plan with fewer bytes than one that ran out of memory; None if there is none."""
+        if compiled.projected_bytes is None:
+            chunk = compiled.plan.chunk_size // 2
+            return replace(budget, chunk_size=chunk) if chunk >= compiled.plan.facts.granule else None
+        half = replace(budget, allowed_bytes=max(1, compiled.projected_bytes // 2), is_default=True)
+        following = self.plan(selection, half).projected_bytes
+        assert following is not None
+        return replace(half, allowed_bytes=following) if following < compiled.projected_bytes else None
+
+    def run(
+        self, compiled: CompiledPlan, selection: Selection, seeds: tuple[torch.Tensor | None, ...] = (),
+        phase_seconds: list[float] | None = None,
+    ) -> Results:  # fmt: skip
         """Compute a selection of results in chunks."""
-        if budget.allowed_bytes is not None:
-            compiled = self.fitting(selection, budget.allowed_bytes)
-        else:
-            compiled = self.compiled(selection, budget.chunk_size or 1)
         inputs = self._inputs(seeds)
         plan = compiled.plan
         events.emit(events.RunStart("", len(plan.facts.items), self.num_samples, plan.chunk_size, len(plan.phases)))
         started = time.perf_counter()
-        values = run_chunked(compiled, self.graph, inputs)
+        values = run_chunked(compiled, self.graph, inputs, phase_seconds)
         events.emit(events.RunEnd(time.perf_counter() - started, len(plan.chunks)))
         joint, first = self.joint, self.joint.num_outputs
         last = first + len(joint.wrt)
@@ -194,6 +220,16 @@ class Program:
                     self.graph.nodes[each.index].draws[each.draw] if each.kind == "draw" else seeds[each.index]
                 )
         return found
+
+
+_corrections: dict[Any, int] = {}
+"""By program, the bytes by which a measured peak was above the projection."""
+
+
+def correct(program: Any, num_bytes: int) -> None:
+    """The next plans of a program count on that many more bytes."""
+    _corrections[program] = _corrections.get(program, 0) + num_bytes
+    forget_plans()
 
 
 def forget_plans() -> None:

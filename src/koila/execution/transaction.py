@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +15,33 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 
 from koila.ir.graph import Graph
 
+Unless = Callable[[BaseException], bool]
+
+
+def _never(error: BaseException) -> bool:
+    return False
+
+
+def is_from_user(error: BaseException) -> bool:
+    """Whether an error was raised by the user's own code: a hook in the commit, which then behaves as in eager."""
+    if not isinstance(error, Exception) or error.__traceback__ is None:
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # An operator that fails under somebody's dispatch mode fails in the run, not in a hook.
+    if any(frame.f_code.co_name == "__torch_dispatch__" for frame in frames):
+        return False
+    return str(frames[-1].f_globals.get("__name__", "")).split(".")[0] not in ("koila", "torch")
+
 
 @contextmanager
-def restored_on_error(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def restored_on_error(tensors: Sequence[torch.Tensor], unless: Unless = _never) -> Iterator[None]:
     """If the body raises, the tensors are as they were."""
     saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if unless(error):
+            raise
         for tensor, copy in saved:
             with torch.no_grad(), preserve_version(tensor):
                 tensor.detach().copy_(copy)
@@ -29,13 +49,15 @@ def restored_on_error(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def gradients_restored_on_error(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def gradients_restored_on_error(tensors: Sequence[torch.Tensor], unless: Unless = _never) -> Iterator[None]:
     """If the body raises, the gradients of these leaves are as they were."""
     targets = {id(tensor): tensor for tensor in tensors}.values()
     saved = [(t, t.grad, None if t.grad is None else t.grad.detach().clone()) for t in targets]
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if unless(error):
+            raise
         for tensor, gradient, copy in saved:
             if gradient is not None and copy is not None:
                 with torch.no_grad():

@@ -116,12 +116,12 @@ class _Lives:
                 self.extra[step] = num_bytes(node, 0)
             elif "skipped" in node.meta:
                 continue
-            elif node.target is sink_value and not isinstance(_kind(body.sinks[node.args[1]]), Sliced):
+            elif node.target is sink_value and not isinstance(_kind(sink_of(body, node)), Sliced):
                 value: Any = node.args[2]
                 if body.chunk is None or _may_own(value.meta["val"]):
                     last.update((ref, len(self.calls)) for ref in self.storages.refs[value])
                 else:
-                    self.extra[step] = state_bytes(body.sinks[node.args[1]])
+                    self.extra[step] = state_bytes(sink_of(body, node))
             else:
                 self.extra[step] = getattr(node.target, "sum_bytes", 0)
 
@@ -153,6 +153,12 @@ def peak_of(body: Body, first: bool = False) -> Peak:
 def totals(body: Body) -> list[int]:
     """The bytes alive at each call of a body."""
     return [now for now, _ in _Lives(body, body.chunk is None).walk()]
+
+
+def sink_of(body: Body, node: fx.Node) -> Item:
+    """What a value is handed on as."""
+    index: Any = node.args[1]
+    return body.sinks[index]
 
 
 def inside(node: fx.Node) -> int:
@@ -221,7 +227,8 @@ class _Residents:
         """What a section stores."""
         storages = Storages(body.graph)
         placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
-        read = {node: self.tokens.get(key_of(item), frozenset()) for node, item in zip(placeholders, body.wholes)}
+        pairs = zip(placeholders, body.wholes, strict=False)
+        read = {node: self.tokens.get(key_of(item), frozenset()) for node, item in pairs}
         for node in body.calls:
             if node.target is sink_value:
                 value: Any = node.args[2]
@@ -232,7 +239,7 @@ class _Residents:
                         tokens.add(ref)
                     else:
                         tokens |= read.get(ref[0], frozenset())
-                self.tokens[body.sinks[node.args[1]]] = frozenset(tokens)
+                self.tokens[sink_of(body, node)] = frozenset(tokens)
 
     def free(self, items: Iterable[Item]) -> None:
         for item in items:
@@ -264,7 +271,7 @@ def project(plan: Plan) -> Projection:
             break
         for item in (*phase.targets, *phase.kept):
             if isinstance(_kind(item), Sliced):
-                here.add(item, value_bytes(item))
+                here.add(item, 0 if item in plan.offloaded else value_bytes(item))
         merged = [item for item in phase.targets if isinstance(_kind(item), Merged)]
         states = sum(map(state_bytes, merged))
         base = here.num_bytes()

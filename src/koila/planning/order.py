@@ -43,7 +43,7 @@ def reorder(body: Body) -> Body:
                 waiting[user].discard(node)
                 if not waiting[user]:
                     ready.append(user)
-    return scheduled(body, order)
+    return scheduled(body, (("run", node) for node in order))
 
 
 def _touched(node: fx.Node, storages: Storages) -> set[Ref]:

@@ -5,8 +5,8 @@
 A phase is one loop over the chunks. A value that must be whole before others can go on (a barrier) is computed in the
 earliest phase that can; a result that nobody waits for is computed where most of what it needs is computed anyway, so
 that the numerator of a mean does not cost a second forward pass. A Sliced value that two phases need is recomputed,
-unless it is what a barrier reads: that one is kept, and a network of BatchNorm layers costs linear time. This
-choice is greedy, not optimal.
+unless it is what a barrier reads: that one is kept, and a network of BatchNorm layers costs linear time; `keep_less`
+gives some of them up. These choices are greedy, not optimal.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from koila.analysis.monoids import FirstExtreme, Moments
 from koila.analysis.split import Facts, Item
 from koila.analysis.types import Merged, Sliced
 from koila.planning.body import Body, build_body
+from koila.planning.cost import seconds
 
 JOINT = (Moments, FirstExtreme)
 """Monoids whose pieces are all results of an operator together."""
@@ -61,8 +62,9 @@ class Layout:
         for number, stage in enumerate(self.stages):
             last.update(dict.fromkeys((*stage.kept, *stage.targets), 2 * number + 1))
         for number, items in enumerate(self.sections):
+            kept = self.kept_before(number)
             for item in items:
-                reads = (item,) if item in self.kept_before(number) else item.operands
+                reads = (item,) if item in kept else item.operands
                 last.update((key_of(read), number) for read in reads)
         last.update((key_of(result), len(self.sections)) for result in self.facts.results if result is not None)
         return last
@@ -113,6 +115,8 @@ class Plan:
     phases: tuple[Phase, ...]
     after: Body
     """What runs after the last loop."""
+    offloaded: frozenset[Item] = frozenset()
+    """Kept items whose buffers lie in a file."""
 
     @property
     def facts(self) -> Facts:
@@ -186,8 +190,8 @@ def _work(item: Item) -> int:
 
 
 class _Planner:
-    def __init__(self, facts: Facts, keep: bool) -> None:
-        self.facts, self.keep = facts, keep
+    def __init__(self, facts: Facts, keeps: Callable[[Item], bool]) -> None:
+        self.facts, self.keeps = facts, keeps
         self.targets: list[dict[Item, None]] = [{} for _ in range(facts.num_phases)]
         self.kept: dict[Item, int] = {}
         self.order = {node: index for index, node in enumerate(facts.joint.module.graph.nodes)}
@@ -239,15 +243,38 @@ class _Planner:
     def _place_kept(self) -> list[list[Item]]:
         """Bodies of the phases, with what barriers read kept for later phases instead of recomputed."""
         bodies: list[list[Item]] = []
+        users = self._users()
+        ends = {target: number for number, targets in enumerate(self.targets) for target in targets}
         for number, targets in enumerate(self.targets):
             body = _cone(targets, self._is_kept_before(number))
-            following = [target for targets in self.targets[number + 1 :] for target in targets]
-            later = _cone(following, self._is_kept_before(number))
             for item in self._barrier_inputs(targets, body):
-                if self.keep and item in later and item not in self.kept and not self._is_cheap(item):
+                if item in self.kept or not self.keeps(item) or self._is_cheap(item):
+                    continue
+                if self._is_needed_after(item, number, users, ends):
                     self.kept[item] = number
             bodies.append(self._in_program_order(body))
         return bodies
+
+    def _users(self) -> dict[Item, list[Item]]:
+        found: dict[Item, list[Item]] = {}
+        for item in self.facts.items:
+            if item.per_chunk:
+                for operand in item.operands:
+                    found.setdefault(operand, []).append(item)
+        return found
+
+    def _is_needed_after(self, item: Item, number: int, users: dict[Item, list[Item]], ends: dict[Item, int]) -> bool:
+        """Whether a later phase would compute an item again: a way leads to a target, past nothing that is kept."""
+        is_kept = self._is_kept_before(number)
+        pending, seen = [item], {item}
+        while pending:
+            each = pending.pop()
+            if ends.get(each, -1) > number:
+                return True
+            fresh = [user for user in users.get(each, ()) if user not in seen and not is_kept(user)]
+            seen.update(fresh)
+            pending += fresh
+        return False
 
     def _in_program_order(self, body: Iterable[Item]) -> list[Item]:
         """As the program computes them, forward before backward; slices right before their first use."""
@@ -329,12 +356,39 @@ def _is_pointwise(item: Item) -> bool:
     return torch.Tag.pointwise in target.tags or target.is_view
 
 
-def make_layout(facts: Facts, keep: bool = True) -> Layout:
-    """Place every item of a program.
+def make_layout(facts: Facts, keeps: Callable[[Item], bool] = lambda item: True) -> Layout:
+    """Place every item of a program; what `keeps` denies does not live from one phase to the next."""
+    return _Planner(facts, keeps).run()
 
-    Without `keep` nothing Sliced lives from one phase to the next: less memory, more time.
+
+def keep_less(layout: Layout, share: float) -> Layout:
+    """A layout that keeps that share fewer bytes between phases: first goes what is cheapest to have again, per byte.
+
+    Everything goes with a share of one.
     """
-    return _Planner(facts, keep).run()
+    kept = [item for stage in layout.stages for item in stage.kept]
+    held, price = set(kept), {item: _price(layout, item) for item in kept}
+    total = sum(map(_whole_bytes, kept))
+    gone, freed = set[Item](), 0
+    for item in sorted(kept, key=lambda item: price[item] / _whole_bytes(item)):
+        if freed >= share * total:
+            break
+        gone.add(item)
+        freed += _whole_bytes(item)
+    return make_layout(layout.facts, lambda item: item in held and item not in gone)
+
+
+def _price(layout: Layout, item: Item) -> float:
+    """What it costs to compute a kept value again wherever it is read."""
+    kept = {each for stage in layout.stages for each in stage.kept} - {item}
+    cone = _cone([item], lambda each: each.kind == "slice" or each in kept)
+    readers = sum(item in stage.body and item not in stage.kept for stage in layout.stages)
+    return readers * sum(seconds(each.node) for each in cone if each.kind == "chunk" and each not in kept)
+
+
+def _whole_bytes(item: Item) -> int:
+    value = item.node.meta["val"]
+    return max(1, value.numel() * value.element_size()) if isinstance(value, torch.Tensor) else 1
 
 
 def make_plan(layout: Layout, chunk_size: int) -> Plan:

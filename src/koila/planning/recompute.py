@@ -1,9 +1,9 @@
-"""Recomputation inside a body: values are let go and computed again where they are needed next.
+"""Recomputation and offload inside a body: values are let go, and computed again or fetched where they are needed next.
 
-*Takes* a body and the bytes it may use. *Gives* a body with the same results in which some calls stand twice, or None
-if that does not suffice. The schedule is made offline by playing the body through: when a call does not fit, the
-value that is cheapest to have again, per byte and per step until its next use, is let go. Greedy, not optimal;
-deterministic.
+*Takes* a body and the bytes it may use. *Gives* a body with the same results in which some calls stand twice, or some
+values go to the shelf and come back, or None if that does not suffice. The schedule is made offline by playing the
+body through: when a call does not fit, the value that is cheapest to have again, per byte and per step until its next
+use, is let go. Greedy, not optimal; deterministic.
 """
 
 from __future__ import annotations
@@ -11,21 +11,29 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from koila.planning.body import SINKS, Body, sink_value
-from koila.planning.cost import seconds
+from koila.planning.cost import CALL, seconds
 from koila.planning.memory import Ref, Storages, inside
+from koila.planning.shelf import shelve, unshelve
 
 _PATIENCE = 6
 """Give up when a body has grown this many times."""
+_SHELF_BYTES = 1e9
+"""Bytes per second to and from the shelf."""
+
+Step = tuple[str, fx.Node]
+"""`run` a call, `shelve` its value, or `unshelve` it."""
 
 
 class _Play:
     """The state of the body that is played through."""
 
-    def __init__(self, body: Body, limit: int) -> None:
-        self.body, self.limit = body, limit
+    def __init__(self, body: Body, limit: int, offload: bool, again: bool) -> None:
+        self.body, self.limit, self.offload, self.again = body, limit, offload, again
+        self.shelved: set[fx.Node] = set()
         self.calls = body.calls
         self.storages = Storages(body.graph)
         self.uses: dict[fx.Node, list[int]] = {node: [] for node in self.calls}
@@ -33,7 +41,7 @@ class _Play:
             for operand in node.all_input_nodes:
                 if operand in self.uses:
                     self.uses[operand].append(step)
-        self.order: list[fx.Node] = []
+        self.order: list[Step] = []
         """What runs, in order; a call may stand in it several times."""
         self.alive: set[fx.Node] = set()
         self.holders: dict[Ref, set[fx.Node]] = {}
@@ -42,8 +50,9 @@ class _Play:
         self.stored: set[fx.Node] = set()
         """Values that a section stores: they cannot be let go."""
 
-    def run(self) -> list[fx.Node] | None:
-        for self.step, node in enumerate(self.calls):
+    def run(self) -> list[Step] | None:
+        for step, node in enumerate(self.calls):
+            self.step = step
             needed = self._missing(node)
             for number, each in enumerate(needed):
                 if not self._execute(each, needed[number:]):
@@ -66,7 +75,7 @@ class _Play:
             each, opened = pending.pop()
             if each in found or (each in self.alive and each is not node):
                 continue
-            if opened:
+            if opened or each in self.shelved:
                 found[each] = None
             else:
                 pending.append((each, True))
@@ -74,14 +83,16 @@ class _Play:
         return list(found)
 
     def _execute(self, node: fx.Node, rest: list[fx.Node]) -> bool:
-        pinned = set(self._inputs(rest))
-        need = sum(self.storages.num_bytes[ref] for ref in self.storages.made_by(node)) + inside(node)
+        fetched = node in self.shelved
+        pinned = set(self._inputs(each for each in rest if each not in self.shelved))
+        refs = self.storages.refs[node] if fetched else self.storages.made_by(node)
+        need = sum(self.storages.num_bytes[ref] for ref in refs) + (0 if fetched else inside(node))
         while self.now + need > self.limit:
             victim = self._victim(pinned)
             if victim is None:
                 return False
             self._evict(victim)
-        self.order.append(node)
+        self.order.append(("unshelve" if fetched else "run", node))
         if node.target in SINKS:
             if node.target is sink_value and self.body.chunk is None:
                 self.stored.add(node.args[2])  # type: ignore[arg-type]
@@ -94,10 +105,10 @@ class _Play:
                     self.now += self.storages.num_bytes[ref]
                 holders.add(node)
         # What only the repeated calls needed goes at once.
-        for operand in self._inputs([node]):
-            if operand in self.alive and operand not in set(self._inputs(rest[1:])) and operand not in self.stored:
-                if self._next_use(operand, after=self.step - 1) is None:
-                    self._drop(operand)
+        for operand in [] if fetched else self._inputs([node]):
+            awaited = operand in self.stored or self._next_use(operand, after=self.step - 1) is not None
+            if operand in self.alive and not awaited and operand not in self._inputs(rest[1:]):
+                self._drop(operand)
         return True
 
     def _next_use(self, node: fx.Node, after: int | None = None) -> int | None:
@@ -122,7 +133,10 @@ class _Play:
                 continue
             nexts = [use for holder in holders if (use := self._next_use(holder, self.step - 1)) is not None]
             distance = min(nexts, default=len(self.calls)) - self.step + 1
-            score = self._price(ref, holders) / (size * distance)
+            price = self._cheapest(ref)
+            if price is None:
+                continue
+            score = price / (size * distance)
             if best is None or score < least:
                 best, least = ref, score
         return best
@@ -139,11 +153,32 @@ class _Play:
                 pending += [o for o in node.all_input_nodes if o in self.uses and o not in self.alive]
         return price
 
+    def _on_shelf(self, ref: Ref) -> fx.Node | None:
+        """The value that could be shelved for a storage: one that fills it."""
+        if not self.offload:
+            return None
+        full = [n for n in self.holders[ref] if isinstance(v := n.meta["val"], torch.Tensor) and _fills(v)]
+        return next(iter(sorted(full, key=lambda node: node.name)), None)
+
+    def _cheapest(self, ref: Ref) -> float | None:
+        """What it costs to let go of a storage and have it again; None if it cannot be."""
+        prices = [self._price(ref, self.holders[ref])] if self.again else []
+        if self._on_shelf(ref) is not None:
+            prices.append(self._shelf_price(ref))
+        return min(prices, default=None)
+
+    def _shelf_price(self, ref: Ref) -> float:
+        return 2 * self.storages.num_bytes[ref] / _SHELF_BYTES + 10 * CALL
+
     def _evict(self, ref: Ref) -> None:
+        held = self._on_shelf(ref)
+        if held is not None and self._cheapest(ref) == self._shelf_price(ref) and held not in self.shelved:
+            self.order.append(("shelve", held))
+            self.shelved.add(held)
         for node in list(self.holders[ref]):
             following = self._next_use(node, self.step - 1)
             self._drop(node)
-            if following is not None:
+            if following is not None and node not in self.shelved:
                 self._need_operands(node, following)
 
     def _need_operands(self, node: fx.Node, step: int) -> None:
@@ -153,20 +188,37 @@ class _Play:
             for operand in self._inputs([pending.pop()]):
                 if step not in self.uses[operand]:
                     insort(self.uses[operand], step)
-                    if operand not in self.alive:
+                    if operand not in self.alive and operand not in self.shelved:
                         pending.append(operand)
 
 
-def scheduled(body: Body, order: Iterable[fx.Node]) -> Body:
+def _fills(value: torch.Tensor) -> bool:
+    return not value._is_view() and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def scheduled(body: Body, order: Iterable[Step]) -> Body:
     """The body with its calls in another order; a call that stands in it again is a copy."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in (*(n for n in body.graph.nodes if n.op == "placeholder"), *order):
-        copies[node] = graph.node_copy(node, lambda operand: copies[operand])
+    handles: dict[fx.Node, fx.Node] = {}
+    for node in (n for n in body.graph.nodes if n.op == "placeholder"):
+        copies[node] = graph.node_copy(node)
+    for what, node in order:
+        if what == "shelve":
+            handles[node] = graph.call_function(shelve, (copies[node],))
+            handles[node].meta["val"] = None
+        elif what == "unshelve":
+            copies[node] = graph.call_function(unshelve, (handles[node],))
+            copies[node].meta.update(val=node.meta["val"], alias=(None,))
+        else:
+            again = node in copies
+            copies[node] = graph.node_copy(node, lambda operand: copies[operand])
+            if again:
+                copies[node].meta["again"] = True
     return body.with_graph(graph)
 
 
-def recompute(body: Body, limit: int) -> Body | None:
-    """The body within `limit` bytes, with values computed again; None if they do not suffice."""
-    order = _Play(body, limit).run()
+def recompute(body: Body, limit: int, offload: bool = False, again: bool = True) -> Body | None:
+    """The body within `limit` bytes, with values computed again or offloaded; None if that does not suffice."""
+    order = _Play(body, limit, offload, again).run()
     return None if order is None else scheduled(body, order)

@@ -190,7 +190,9 @@ class _Growth:
         growing = True
         while growing:
             growing = False
-            for value in [node for node, kind in self.types.items() if isinstance(kind, Sliced) and self._is_large(node)]:
+            for value in [
+                node for node, kind in self.types.items() if isinstance(kind, Sliced) and self._is_large(node)
+            ]:
                 for user in sorted(value.users, key=self.place.__getitem__):
                     if user not in self.types and (value, user) not in seen:
                         seen.add((value, user))
@@ -297,7 +299,7 @@ class _Making:
         self.joint = _joint(self.nodes, self.inputs, self.outputs)
         cuts = {number: growth.entries[node] for number, node in enumerate(self.inputs) if node in growth.entries}
         self.facts: Facts = analyse(self.joint, cuts, growth.size)
-        self.layouts = [make_layout(self.facts, keep) for keep in (True, False)]
+        self.layouts = [make_layout(self.facts), make_layout(self.facts, lambda item: False)]
 
     def is_proved(self) -> bool:
         """Whether no large value is whole: neither gathered nor computed at once."""
@@ -359,8 +361,7 @@ class _Making:
             for number, each in enumerate(self.outputs):
                 if number not in given:
                     copies[each] = graph.call_function(operator.getitem, (made, number))
-                    place = [o for o in copies[each].all_input_nodes].index(made)
-                    copies[each].meta.update(val=each.meta["val"], alias=((place, number),))
+                    copies[each].meta.update(val=each.meta["val"], alias=((0, number),))
         assert made is not None
         return self.body.with_graph(graph), made
 
@@ -442,11 +443,9 @@ def _split_around(body: Body, value: fx.Node, limit: int) -> Body | None:
             again = _give_far_readers_their_own(growth)
             if again is None:
                 continue
-            order = [n for n in again.calls]
-            twin = next((n for n in order if n.target is value.target and n.meta["val"] is value.meta["val"]), None)
-            if twin is None:
-                continue
-            following = next((g for g in _grown(again, twin) if not g.far and g.types[twin] == growth.types[value]), None)
+            twin = next(n for n in again.calls if n.target is value.target and n.meta["val"] is value.meta["val"])
+            kind = growth.types[value]
+            following = next((g for g in _grown(again, twin) if not g.far and g.types[twin] == kind), None)
             if following is None:
                 continue
             growth = following

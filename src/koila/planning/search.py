@@ -4,7 +4,7 @@
 budget that this search can meet. Same input, same plan.
 
 Larger chunks are tried first as they are, then chunks beyond that with the levers inside a body. Not optimal: chunk
-sizes are powers of two, values between phases are kept all or none.
+sizes are powers of two, values between phases are given up by quarters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from koila.errors import BudgetError
 from koila.planning.body import Body
 from koila.planning.cost import total_seconds
 from koila.planning.memory import Projection, peak_of, project
-from koila.planning.plan import Layout, Phase, Plan, make_layout, make_plan
+from koila.planning.plan import Layout, Phase, Plan, keep_less, make_layout, make_plan
 from koila.planning.shrink import LEVERS, shrink
 
 Found = tuple[Plan, Projection]
@@ -79,23 +79,40 @@ def fit(plan: Plan, allowed: int, levers: frozenset[str] = LEVERS) -> Found | No
     return None if changed is None or after is None or after.peak_bytes > allowed else (changed, after)
 
 
+ALL = LEVERS | {"chunk", "keep"}
+"""The levers that need no file."""
+KEEPING = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""How much of what crosses phases is kept, from all to nothing."""
+
+
 class Search:
     """All plans of one program, made when they are needed."""
 
-    def __init__(self, facts: Facts, levers: frozenset[str] = LEVERS | {"chunk", "keep"}) -> None:
+    def __init__(self, facts: Facts, levers: frozenset[str] = ALL) -> None:
         self.facts, self.levers = facts, levers
         self.sizes = chunk_sizes(facts.num_samples, facts.granule)
-        self._layouts: dict[bool, Layout] = {}
-        self._plans: dict[tuple[bool, int], Found] = {}
+        self._layouts: list[Layout] = []
+        self._plans: dict[tuple[int, int], Found] = {}
 
-    def plain(self, keep: bool, size: int) -> Found:
+    def layout(self, level: int) -> Layout:
+        """The layout that keeps less and less between phases."""
+        while len(self._layouts) <= level:
+            if not self._layouts:
+                self._layouts.append(make_layout(self.facts))
+            else:
+                before, after = KEEPING[len(self._layouts) - 1], KEEPING[len(self._layouts)]
+                self._layouts.append(keep_less(self._layouts[-1], 1 - after / before))
+        return self._layouts[level]
+
+    def plain(self, level: int, size: int) -> Found:
         """The plan for a chunk size, without levers inside its bodies."""
-        if (keep, size) not in self._plans:
-            if keep not in self._layouts:
-                self._layouts[keep] = make_layout(self.facts, keep)
-            plan = make_plan(self._layouts[keep], size)
-            self._plans[keep, size] = plan, project(plan)
-        return self._plans[keep, size]
+        if (level, size) not in self._plans:
+            plan = make_plan(self.layout(max(0, level)), size)
+            if level < 0:
+                kept = (item for stage in plan.layout.stages for item in stage.kept)
+                plan = replace(plan, offloaded=frozenset(kept))
+            self._plans[level, size] = plan, project(plan)
+        return self._plans[level, size]
 
     def run(self, allowed: int) -> Found:
         """The fastest plan that fits, as far as this search knows."""
@@ -107,31 +124,35 @@ class Search:
         return found
 
     def _fitting(self, allowed: int) -> Iterator[Found]:
-        for keep in self._keeps():
-            largest = self._largest_that_fits(keep, allowed)
+        for level in self._levels():
+            largest = self._largest_that_fits(level, allowed)
             if largest is not None:
-                yield self.plain(keep, self.sizes[largest])
+                yield self.plain(level, self.sizes[largest])
             last = len(self.sizes) if largest is None else largest
-            found = False
-            for place in range(max(0, last - 2), last):
-                fitted = fit(self.plain(keep, self.sizes[place])[0], allowed, self.levers)
+            found = largest is not None
+            for place in range(max(0, last - 2), last) if "chunk" in self.levers else (0,):
+                fitted = fit(self.plain(level, self.sizes[place])[0], allowed, self.levers)
                 if fitted is not None:
                     yield fitted
                     found = True
                     break
-            if largest is not None or found:
+            if found:
                 return
 
-    def _keeps(self) -> tuple[bool, ...]:
-        return (True, False) if "keep" in self.levers and self.facts.num_phases > 1 else (True,)
+    def _levels(self) -> list[int]:
+        """How much crosses phases: all of it; all of it in a file (-1); less and less of it."""
+        if not any(stage.kept for stage in self.layout(0).stages):
+            return [0]
+        in_file = [-1] if "offload" in self.levers else []
+        return [0, *in_file, *(range(1, len(KEEPING)) if "keep" in self.levers else ())]
 
-    def _largest_that_fits(self, keep: bool, allowed: int) -> int | None:
+    def _largest_that_fits(self, level: int, allowed: int) -> int | None:
         """The place of the largest chunk size that fits as it is: projected bytes fall with the size."""
         sizes = self.sizes if "chunk" in self.levers else self.sizes[:1]
         low, high, found = 0, len(sizes) - 1, None
         while low <= high:
             middle = (low + high) // 2
-            if self.plain(keep, sizes[middle])[1].peak_bytes <= allowed:
+            if self.plain(level, sizes[middle])[1].peak_bytes <= allowed:
                 found, high = middle, middle - 1
             else:
                 low = middle + 1
@@ -140,7 +161,7 @@ class Search:
     def smallest(self) -> Found:
         """The plan with the fewest bytes that this search knows, whatever the budget."""
         size = self.sizes[-1] if "chunk" in self.levers else self.sizes[0]
-        best = min((self.plain(keep, size) for keep in self._keeps()), key=lambda found: found[1].peak_bytes)
+        best = min((self.plain(level, size) for level in self._levels()), key=lambda found: found[1].peak_bytes)
         # Ask for less and less, in large steps while they succeed, then in small ones.
         for share in (0.75, 0.95):
             for _ in range(16):
@@ -156,7 +177,7 @@ def refusal(needed: int, allowed: int, operator: str) -> BudgetError:
     """The error for a budget that cannot be met; exactly `needed` would be accepted."""
     return BudgetError(
         f"needs {needed} bytes ({format_bytes(needed)}) at the smallest, allowed {allowed} ({format_bytes(allowed)})",
-        where=f"at the peak: {operator}",
+        where=operator if operator.startswith("at the peak") else f"at the peak: {operator}",
         hint=f"budget={needed}; koila.explain(value, backward=True) shows what cannot be cut",
         needed_bytes=needed,
         allowed_bytes=allowed,

@@ -1,7 +1,7 @@
 """Shrinking a body: the levers that work inside a chunk, tried by what stands at the peak.
 
 *Takes* a body and the bytes it may use. *Gives* the fastest body that fits of those tried, or None: another order
-(which costs nothing), values computed again, regions cut along another axis, and regions with values computed again.
+(which costs nothing), values computed again or offloaded, regions cut along another axis, and both together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _candidates(body: Body, limit: int, levers: frozenset[str]) -> Iterator[Body
         if peak_of(ordered).num_bytes < peak_of(body).num_bytes:
             yield ordered
             body = ordered
-    again = recompute(body, limit) if "recompute" in levers else None
+    again = _let_go(body, limit, levers)
     if again is not None:
         yield again
     if "region" not in levers:
@@ -45,9 +45,15 @@ def _candidates(body: Body, limit: int, levers: frozenset[str]) -> Iterator[Body
     found = 0
     for cut in split_regions(body, limit):
         yield cut
-        again = recompute(cut, limit) if "recompute" in levers else None
+        again = _let_go(cut, limit, levers)
         if again is not None:
             yield again
             found += 1
         if found == 2:
             return
+
+
+def _let_go(body: Body, limit: int, levers: frozenset[str]) -> Body | None:
+    if not levers & {"recompute", "offload"}:
+        return None
+    return recompute(body, limit, "offload" in levers, "recompute" in levers)
