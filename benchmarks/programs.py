@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         return self.head(self.features(tokens))
 
 
-def _language(model: Decoder, batch: int, context: int, vocabulary: int) -> Program:
+def language(model: Decoder, batch: int, context: int, vocabulary: int) -> Program:
     tokens = torch.randint(0, vocabulary, (batch, context + 1))
 
     def fused(batch: Batch, options: Any) -> torch.Tensor:
@@ -125,13 +125,13 @@ def _language(model: Decoder, batch: int, context: int, vocabulary: int) -> Prog
 def gpt(batch: int = 8, layers: int = 4) -> Program:
     """The GPT of the design: d=256, 8 heads, T=256, V=8192 untied, float32."""
     model = Decoder(8192, 256, 256, [Block(256, 8, True) for _ in range(layers)])
-    return _language(model, batch, 256, 8192)
+    return language(model, batch, 256, 8192)
 
 
 def gpt_bfloat16() -> Program:
     """Narrow: a CPU without bfloat16 instructions multiplies slowly."""
     model = Decoder(4096, 256, 32, [Block(32, 2, True) for _ in range(3)]).bfloat16()
-    return _language(model, 16, 256, 4096)
+    return language(model, 16, 256, 4096)
 
 
 class Experts(nn.Module):
@@ -152,7 +152,7 @@ class Experts(nn.Module):
 
 def mixture_of_experts() -> Program:
     model = Decoder(4096, 128, 128, [Block(128, 4, True, Experts(128, 6)) for _ in range(2)])
-    return _language(model, 16, 128, 4096)
+    return language(model, 16, 128, 4096)
 
 
 def bert() -> Program:
@@ -227,7 +227,7 @@ class Residual(nn.Module):
         return F.relu(self.layers(x) + self.skip(x))
 
 
-def _resnet(depths: list[int], width: int, norm: Callable[[int], nn.Module], deep: bool) -> nn.Sequential:
+def resnet(depths: list[int], width: int, norm: Callable[[int], nn.Module], deep: bool) -> nn.Sequential:
     stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), norm(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     layers: list[nn.Module] = [nn.Sequential(*stem)]
     inputs = width
@@ -251,11 +251,11 @@ def _classifier(model: nn.Sequential, batch: int, size: int, exact: bool) -> Pro
 
 
 def resnet_groupnorm() -> Program:
-    return _classifier(_resnet([2, 2, 2, 2], 32, lambda size: nn.GroupNorm(8, size), False), 48, 96, True)
+    return _classifier(resnet([2, 2, 2, 2], 32, lambda size: nn.GroupNorm(8, size), False), 48, 96, True)
 
 
 def resnet50_batchnorm() -> Program:
-    return _classifier(_resnet([3, 4, 6, 3], 32, nn.BatchNorm2d, True), 16, 96, False)
+    return _classifier(resnet([3, 4, 6, 3], 32, nn.BatchNorm2d, True), 16, 96, False)
 
 
 class UNet(nn.Module):
@@ -345,7 +345,7 @@ class GatedConvolution(nn.Module):
 
 def convolutional_sequence() -> Program:
     model = Decoder(4096, 256, 192, [GatedConvolution(192, 4) for _ in range(4)])
-    return _language(model, 16, 256, 4096)
+    return language(model, 16, 256, 4096)
 
 
 class StateSpace(nn.Module):
@@ -370,7 +370,7 @@ class StateSpace(nn.Module):
 
 def state_space() -> Program:
     model = Decoder(4096, 256, 128, [StateSpace(128, 16) for _ in range(4)])
-    return _language(model, 16, 256, 4096)
+    return language(model, 16, 256, 4096)
 
 
 # Losses over the whole batch, inference, and a batch of one.
@@ -411,7 +411,7 @@ def clip() -> Program:
 
 def inference() -> Program:
     """Classes of many images, without grad."""
-    model = _resnet([2, 2, 2, 2], 32, nn.BatchNorm2d, False).eval()
+    model = resnet([2, 2, 2, 2], 32, nn.BatchNorm2d, False).eval()
 
     def step(batch: Batch) -> torch.Tensor:
         with torch.no_grad():
