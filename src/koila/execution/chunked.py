@@ -6,7 +6,7 @@ values of written leaves, nothing committed yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,51 +14,39 @@ from torch import fx
 
 from koila import events
 from koila.analysis.split import Item
-from koila.analysis.trace import SlotArgument, slot_values
+from koila.analysis.trace import Slot, slot_values
 from koila.analysis.types import Merged, Sliced, store_chunk
-from koila.execution.loops import VIEWS, Loop, compile_loop, needs_contiguous
+from koila.execution.loops import Loop, compile_body
 from koila.ir.draws import Source
 from koila.ir.graph import Graph
-from koila.ir.tree import map_leaves
-from koila.planning.plan import Plan
+from koila.planning.body import Body
+from koila.planning.plan import Plan, is_joint, key_of
+from koila.planning.region import Region
+
+Floats = Callable[[Sequence[Slot]], list[float]]
+"""The floats of this step."""
 
 
 class CompiledPlan:
-    """A plan with its loop bodies, one per phase and chunk size; holds no tensors."""
+    """A plan with the code of its sections and loops, one per phase and chunk size; holds no tensors."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.placeholders = [node for node in plan.facts.joint.module.graph.nodes if node.op == "placeholder"]
         self.batch_dims = _batch_dims(plan)
         """By index of the joint graph's result, the dimension of those that plainly carry the batch."""
-        self.frees = _frees(plan)
         self.chunks = plan.chunks
         """(first sample, sample after the last) of each chunk that a run goes through."""
         self.projected_bytes: int | None = None
         """What the run will allocate at its peak, where a byte budget asked for it."""
-        self._loops: dict[tuple[int, int], Loop] = {}
+        self._loops: dict[Body, Loop] = {}
 
-    def sampled(self) -> CompiledPlan:
-        """The same plan over the chunks that differ: the first two and the last."""
-        found = CompiledPlan(self.plan)
-        found._loops = self._loops
-        found.chunks = tuple(dict.fromkeys((*self.chunks[:2], self.chunks[-1])))
-        return found
-
-    def loop(self, number: int, chunk: int) -> Loop:
-        """The body of a phase for a chunk size."""
-        found = self._loops.get((number, chunk))
+    def code(self, body: Body) -> Loop:
+        """The function of a section or of a loop."""
+        found = self._loops.get(body)
         if found is None:
-            kept = {item for phase in self.plan.phases[:number] for item in phase.kept}
-            found = compile_loop(self.plan.phases[number], kept, self.plan.facts.num_samples, chunk)
-            self._loops[number, chunk] = found
+            found = self._loops[body] = compile_body(body, RegionCode)
         return found
-
-    def prepare(self) -> None:
-        """Compile every body, so that an illegal one is found before anything runs."""
-        for number in range(len(self.plan.phases)):
-            for chunk in {stop - start for start, stop in self.chunks}:
-                self.loop(number, chunk)
 
 
 def _batch_dims(plan: Plan) -> dict[int, int]:
@@ -71,37 +59,13 @@ def _batch_dims(plan: Plan) -> dict[int, int]:
     return found
 
 
-def _key(item: Item) -> Item:
-    """Under which item a run holds a value: a finished or gathered one stands under what was merged."""
-    if item.kind not in ("finish", "gather"):
-        return item
-    source = item.operands[0]
-    return source.operands[0] if _is_joint(source) else source
-
-
-def _is_joint(item: Item) -> bool:
-    """A part of results that are merged as one."""
-    return item.kind == "part" and not isinstance(item.operands[0].type, tuple)
-
-
-def _frees(plan: Plan) -> list[list[Item]]:
-    """For each phase, the values that nobody reads after it."""
-    last: dict[Item, int] = {}
-    for number, phase in enumerate(plan.phases):
-        last.update(dict.fromkeys((*phase.before, *phase.kept, *phase.targets), number))
-        for item in (*phase.before, *phase.body):
-            last.update((_key(operand), number) for operand in item.operands)
-            last[item] = number
-    for item in (*plan.after, *(result for result in plan.facts.results if result is not None)):
-        last.update((_key(read), len(plan.phases)) for read in (item, *item.operands))
-    return [[item for item, phase in last.items() if phase == number] for number in range(len(plan.phases))]
-
-
 class _Run:
     """The state of one run."""
 
-    def __init__(self, compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) -> None:
-        self.compiled, self.plan, self.graph = compiled, compiled.plan, graph
+    def __init__(self, compiled: CompiledPlan, floats: Floats, inputs: Sequence[Any], inner: bool = False) -> None:
+        self.compiled, self.plan, self.floats = compiled, compiled.plan, floats
+        self.inner = inner
+        """Whether it is a region of another run."""
         self.inputs = dict(zip(compiled.placeholders, inputs, strict=True))
         self.values: dict[Item, Any] = {}
         """Whole values, kept buffers, finished merges."""
@@ -114,7 +78,7 @@ class _Run:
         for number in range(len(self.plan.phases)):
             for _ in self._phase(number):
                 pass
-        self._run_whole(self.plan.after)
+        self._section(self.plan.after, len(self.plan.phases))
         return [None if item is None else self._value(item) for item in self.plan.facts.results]
 
     def stream(self, item: Item) -> Iterator[torch.Tensor]:
@@ -126,79 +90,64 @@ class _Run:
         for _ in self._phase(len(self.plan.phases) - 1):
             yield self.values.pop(item)
 
-    def _run_whole(self, items: Sequence[Item]) -> None:
-        for item in items:
-            self.values[item] = self._whole_call(item)
-            events.count(f"executed::{item.node.target}")
-        events.count("nodes_executed", len(items))
+    def _section(self, body: Body, number: int) -> None:
+        """Run Whole items, before a phase or after the last one."""
+        code = self.compiled.code(body)
+        wholes = [self._whole(item) for item in code.wholes]
+        for item in self.plan.frees[2 * number]:
+            self.values.pop(item, None)
+        self._call(code, wholes, 0, 0)
 
-    def _whole_call(self, item: Item) -> Any:
-        node = item.node
-        if node.op == "get_attr":
-            return getattr(self.plan.facts.joint.module, str(node.target))
-        operands = iter([self._operand(operand, node.target) for operand in item.operands])
-
-        def swap(leaf: Any) -> Any:
-            if isinstance(leaf, SlotArgument):
-                return slot_values(self.graph, (leaf.slot,))[0]
-            return next(operands) if isinstance(leaf, fx.Node) else leaf
-
-        target: Any = torch.ops.aten.reshape.default if node.target in VIEWS else node.target
-        return target(*map_leaves(node.args, swap), **map_leaves(node.kwargs, swap))
-
-    def _operand(self, item: Item, target: Any) -> Any:
-        value = self._value(item)
-        return value.contiguous() if isinstance(value, torch.Tensor) and needs_contiguous(item, target) else value
+    def _call(self, code: Loop, wholes: list[Any], start: int, stop: int) -> None:
+        """Run a body; the list is its own, it lets go of each value after its last use."""
+        code.function(wholes, start, stop, self.floats(code.slots), _Sink(self, code, start, stop))
+        for name, times in code.executed.items():
+            events.count(f"executed::{name}", times)
+        events.count("nodes_executed", sum(code.executed.values()))
 
     def _value(self, item: Item) -> Any:
         """A whole value."""
-        if item.kind == "input":
-            value = self.inputs[item.node]
-            return value.whole() if isinstance(value, Source) else value
-        found = self.values[_key(item)]
-        return found[item.operands[0].index] if item.operands and _is_joint(item.operands[0]) else found
+        found = self._whole(item)
+        return found.whole() if isinstance(found, Source) else found
 
-    def _read_by_loop(self, item: Item) -> Any:
-        """A whole value for a loop: random sources stay packed, they are opened chunk by chunk."""
-        return self.inputs[item.node] if item.kind == "input" else self._value(item)
+    def _whole(self, item: Item) -> Any:
+        """A whole value as bodies read it: random sources stay packed, they are opened chunk by chunk."""
+        if item.kind == "input":
+            return self.inputs[item.node]
+        if item.node.op == "get_attr":
+            return getattr(self.plan.facts.joint.module, str(item.node.target))
+        found = self.values[key_of(item)]
+        return found[item.operands[0].index] if item.operands and is_joint(item.operands[0]) else found
 
     def _phase(self, number: int) -> Iterator[None]:
         """Run a phase; stops after each chunk."""
         phase = self.plan.phases[number]
-        events.emit(events.PhaseStart(number, len(self.compiled.chunks)))
-        self._run_whole(phase.before)
+        if not self.inner:
+            events.emit(events.PhaseStart(number, len(self.compiled.chunks)))
+        self._section(phase.before, number)
         for index, (start, stop) in enumerate(self.compiled.chunks):
-            loop = self.compiled.loop(number, stop - start)
-            wholes = [self._read_by_loop(item) for item in loop.wholes]
-            slots = slot_values(self.graph, loop.slots)
-            loop.function(wholes, start, stop, slots, _Sink(self, loop, start, stop))
-            del wholes
-            events.emit(events.ChunkEnd(number, index, stop - start))
-            _count(loop)
+            code = self.compiled.code(phase.loops[stop - start])
+            self._call(code, [self._whole(item) for item in code.wholes], start, stop)
+            if not self.inner:
+                events.emit(events.ChunkEnd(number, index, stop - start))
+            events.count("region_chunks" if self.inner else "chunks")
             yield
         for item in phase.targets:
             if item in self.accumulators:
                 self.values[item] = _monoid(item).finish(self.accumulators.pop(item))
-        for item in self.compiled.frees[number]:
+        for item in self.plan.frees[2 * number + 1]:
             self.values.pop(item, None)
 
 
-def _count(loop: Loop) -> None:
-    events.count("chunks")
-    for name, times in loop.executed.items():
-        events.count(f"executed::{name}", times)
-    events.count("nodes_executed", sum(loop.executed.values()))
-
-
 class _Sink:
-    """Receives the values of one chunk that are merged, gathered or kept."""
+    """Receives the values of a body that are merged, gathered, kept or stored."""
 
-    def __init__(self, run: _Run, loop: Loop, start: int, stop: int) -> None:
-        self.run, self.loop, self.start, self.stop = run, loop, start, stop
+    def __init__(self, run: _Run, code: Loop, start: int, stop: int) -> None:
+        self.run, self.code, self.start, self.stop = run, code, start, stop
 
     def __call__(self, index: int, value: Any) -> None:
-        item = self.loop.sinks[index]
-        if item is self.run.streamed:
+        item = self.code.sinks[index]
+        if not item.per_chunk or item is self.run.streamed:
             self.run.values[item] = value
             return
         if isinstance(item.type, Sliced):
@@ -207,6 +156,14 @@ class _Sink:
         monoid, count, accumulators = _monoid(item), self.stop - self.start, self.run.accumulators
         state = accumulators.pop(item, None)
         accumulators[item] = monoid.start(value, count) if state is None else monoid.add(state, value, count)
+
+    def take(self, index: int) -> Any:
+        """The sum so far, None before the first chunk; `give` brings it back."""
+        return self.run.accumulators.pop(self.code.sinks[index], None)
+
+    def give(self, index: int, total: Any) -> None:
+        """The sum with this chunk's value."""
+        self.run.accumulators[self.code.sinks[index]] = total
 
     def _store(self, item: Item, kind: Sliced, value: torch.Tensor) -> None:
         values, fake = self.run.values, item.node.meta["val"]
@@ -226,6 +183,34 @@ def _dense(fake: torch.Tensor) -> tuple[int, ...]:
     return tuple(found)
 
 
+class RegionCode:
+    """A region of a body, ready to run."""
+
+    def __init__(self, region: Region) -> None:
+        self.region, self.compiled = region, CompiledPlan(region.plan)
+        results = region.plan.facts.results
+        self.sums = [(number, index, key_of(results[number])) for number, index in region.into]  # type: ignore[arg-type]
+
+    def __call__(self, floats: list[float], sink: Any, *inputs: Any) -> list[Any]:
+        """The results; sums that the body adds up itself are added to its own."""
+        known = dict(zip(self.region.slots, floats, strict=True))
+        run = _Run(self.compiled, lambda slots: [known[slot] for slot in slots], inputs, inner=True)
+        begun = {}
+        for number, index, item in self.sums:
+            total = sink.take(index)
+            if total is not None:
+                run.accumulators[item] = begun[number] = total
+        del inputs
+        results = run.run()
+        for number, index, _ in self.sums:
+            if number in begun:
+                sink.give(index, results[number])
+            else:
+                sink(index, results[number])
+            results[number] = None
+        return results
+
+
 def _monoid(item: Item) -> Any:
     kind = item.type[0] if isinstance(item.type, tuple) else item.type
     assert isinstance(kind, Merged)
@@ -235,13 +220,13 @@ def _monoid(item: Item) -> Any:
 def run_chunked(compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) -> list[Any]:
     """Run a plan; results in the order of the joint graph."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return _Run(compiled, graph, inputs).run()
+        return _Run(compiled, lambda slots: slot_values(graph, slots), inputs).run()
 
 
 def stream_chunked(compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Run a plan for one result and hand out its chunks; a result that is not Sliced comes in one piece."""
     result = next(item for item in compiled.plan.facts.results if item is not None)
-    run = _Run(compiled, graph, inputs)
+    run = _Run(compiled, lambda slots: slot_values(graph, slots), inputs)
     source = result.operands[0] if result.kind == "gather" else None
     if source is None or source not in compiled.plan.phases[-1].targets:
         yield next(value for value in run_chunked(compiled, graph, inputs) if value is not None)

@@ -22,7 +22,7 @@ from koila.capture.recorder import Recorder
 from koila.errors import StaleInputError
 from koila.execution.evaluation import Evaluation, connected_leaves
 from koila.execution.programs import NotSplittable, Program, Results, Selection
-from koila.execution.projection import Projection, project_whole
+from koila.execution.projection import project_whole
 from koila.execution.segment import Demanded, Gradients, SegmentState, attach, scaled
 from koila.execution.transaction import gradients_restored_on_error, leaves_behind, write_effects
 from koila.execution.whole import gradients_whole, run_whole
@@ -32,6 +32,7 @@ from koila.ir.graph import Graph, collect
 from koila.ir.node import Node, Value, version_of
 from koila.ir.prepass import prepass_of
 from koila.ir.source import user_site
+from koila.planning.memory import Projection
 from koila.planning.search import refusal
 
 Seeds = tuple[torch.Tensor | None, ...]
@@ -149,7 +150,7 @@ class Engine:
     def _is_cut(self, graph: Graph, budget: Budget) -> bool:
         if budget.chunk_size is not None:
             return budget.chunk_size < graph.num_samples
-        return budget.allowed_bytes is not None and graph.num_samples > 1
+        return budget.allowed_bytes is not None
 
     def _drop_effects(self, nodes: Sequence[Node]) -> None:
         """A run that failed leaves no writes behind that every later run would try again (Rule 4)."""

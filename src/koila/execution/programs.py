@@ -18,11 +18,12 @@ from koila._budget import Budget
 from koila.analysis.split import analyse
 from koila.analysis.trace import Demand, Joint, trace
 from koila.execution.chunked import CompiledPlan, run_chunked, stream_chunked
-from koila.execution.projection import project_split
+from koila.errors import BudgetError
+from koila.execution.projection import drawn_bytes
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
-from koila.planning.plan import Plan, make_plan
-from koila.planning.search import search
+from koila.planning.plan import make_layout, make_plan
+from koila.planning.search import Search, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ _failures: Counter[Any] = Counter()
 _TRIES = 3
 """How often a program is traced or planned in vain before it counts as opaque."""
 _plans: Cache[CompiledPlan | str] = Cache("plan_cache", 512)
+_searches: Cache[Search] = Cache("search_cache", 32)
 
 
 class Program:
@@ -118,9 +120,8 @@ class Program:
         facts = analyse(self.joint, self.graph.batches, self.num_samples, selection.wanted(self.joint))
         if not facts.is_split:
             return "nothing in it can be cut along the batch"
-        compiled = CompiledPlan(make_plan(facts, chunk_size))
         try:
-            compiled.prepare()
+            compiled = CompiledPlan(make_plan(make_layout(facts), chunk_size))
         except Exception as error:  # A chunk that is illegal on fake tensors is found before anything runs (Rule 3).
             raise self._failed("its chunks are illegal", error) from error
         events.count("plans")
@@ -130,27 +131,34 @@ class Program:
     def fitting(self, selection: Selection, allowed_bytes: int) -> CompiledPlan:
         """The plan for a selection of results that a byte budget allows."""
         key = (*self.key, selection, "bytes", allowed_bytes)
-        found = _plans.get_or_add(key, lambda: self._search(selection, allowed_bytes))
+        found = _plans.get_or_add(key, lambda: self._fit(selection, allowed_bytes))
         if isinstance(found, str):
             raise NotSplittable(found)
         return found
 
-    def _search(self, selection: Selection, allowed_bytes: int) -> CompiledPlan | str:
+    def _fit(self, selection: Selection, allowed_bytes: int) -> CompiledPlan | str:
         started = time.perf_counter()
-        facts = analyse(self.joint, self.graph.batches, self.num_samples, selection.wanted(self.joint))
-        if not facts.is_split:
-            return "nothing in it can be cut along the batch"
-        compiled, projected = search(facts, allowed_bytes, self._project)
-        compiled.projected_bytes = projected
+        search = _searches.get_or_add((*self.key, selection), lambda: self._search(selection))
+        outside = self.outside_bytes(selection)
+        try:
+            plan, projection = search.run(allowed_bytes - outside)
+        except BudgetError as error:
+            raise refusal(error.needed_bytes + outside, allowed_bytes, error.where) from None
+        except Exception as error:  # A chunk that is illegal on fake tensors is found before anything runs (Rule 3).
+            raise self._failed("its chunks are illegal", error) from error
         events.count("plans")
         events.sample("plan_seconds", time.perf_counter() - started)
+        compiled = CompiledPlan(plan)
+        compiled.projected_bytes = projection.peak_bytes + outside
         return compiled
 
-    def _project(self, plan: Plan) -> tuple[CompiledPlan, int, str]:
-        compiled = CompiledPlan(plan)
-        compiled.prepare()
-        projection = project_split(compiled, self.graph)
-        return compiled, projection.peak_bytes, projection.largest
+    def _search(self, selection: Selection) -> Search:
+        return Search(analyse(self.joint, self.graph.batches, self.num_samples, selection.wanted(self.joint)))
+
+    def outside_bytes(self, selection: Selection) -> int:
+        """Bytes of a run that the plan does not see: random numbers that were drawn, seeds of a backward."""
+        seeds = (self.graph.outputs[root].prepass.num_bytes for root in self.demand.roots)
+        return drawn_bytes(self.graph) + (sum(seeds) if selection.gradients else 0)
 
     def run(self, selection: Selection, budget: Budget, seeds: tuple[torch.Tensor | None, ...] = ()) -> Results:
         """Compute a selection of results in chunks."""
@@ -191,6 +199,7 @@ class Program:
 def forget_plans() -> None:
     """Forget every plan: the rules have changed."""
     _plans.clear()
+    _searches.clear()
 
 
 def _holds(joint: Joint, graph: Graph) -> bool:

@@ -1,6 +1,6 @@
 """The plan: which values each phase computes, what it keeps for later phases, and how large the chunks are.
 
-*Takes* `Facts` and a chunk size. *Gives* a frozen `Plan`.
+*Takes* `Facts` and a chunk size. *Gives* a `Layout` (items) and a frozen `Plan` (straight-line bodies).
 
 A phase is one loop over the chunks. A value that must be whole before others can go on (a barrier) is computed in the
 earliest phase that can; a result that nobody waits for is computed where most of what it needs is computed anyway, so
@@ -13,20 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from koila.analysis.monoids import FirstExtreme, Moments
 from koila.analysis.split import Facts, Item
 from koila.analysis.types import Merged, Sliced
+from koila.planning.body import Body, build_body
 
 JOINT = (Moments, FirstExtreme)
 """Monoids whose pieces are all results of an operator together."""
 
 
 @dataclass(frozen=True)
-class Phase:
-    """One loop over the chunks."""
+class Stage:
+    """One loop over the chunks, as items."""
 
     before: tuple[Item, ...]
     """Whole items to run before the loop, in order."""
@@ -38,32 +40,125 @@ class Phase:
     """Items of the body whose chunks are kept whole for later phases."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which items each phase computes; the same for every chunk size."""
+
+    facts: Facts
+    stages: tuple[Stage, ...]
+    after: tuple[Item, ...]
+    """Whole items to run after the last loop, in order."""
+
+    @cached_property
+    def sections(self) -> list[tuple[Item, ...]]:
+        """What runs one after the other: the Whole items before each loop, its body, …, the Whole items at the end."""
+        return [*(part for stage in self.stages for part in (stage.before, stage.body)), self.after]
+
+    @cached_property
+    def _last(self) -> dict[Item, int]:
+        """The last section in which each value is read; results are never let go."""
+        last: dict[Item, int] = {}
+        for number, stage in enumerate(self.stages):
+            last.update(dict.fromkeys((*stage.kept, *stage.targets), 2 * number + 1))
+        for number, items in enumerate(self.sections):
+            for item in items:
+                reads = (item,) if item in self.kept_before(number) else item.operands
+                last.update((key_of(read), number) for read in reads)
+        last.update((key_of(result), len(self.sections)) for result in self.facts.results if result is not None)
+        return last
+
+    @cached_property
+    def frees(self) -> list[list[Item]]:
+        """For each section, the values that nobody reads after it."""
+        found: list[list[Item]] = [[] for _ in range(len(self.sections) + 1)]
+        for item, number in self._last.items():
+            found[number].append(item)
+        return found
+
+    def stored(self, number: int) -> tuple[Item, ...]:
+        """Items of a Whole section that are read after it."""
+        return tuple(item for item in self.sections[number] if self._last.get(item, -1) > number)
+
+    def kept_before(self, number: int) -> set[Item]:
+        """Items that a section finds kept."""
+        return {item for stage in self.stages[: number // 2] for item in stage.kept}
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """One loop over the chunks."""
+
+    stage: Stage
+    before: Body
+    """What runs before the loop."""
+    loops: dict[int, Body]
+    """What runs for each chunk, by the chunk's size."""
+
+    @property
+    def targets(self) -> tuple[Item, ...]:
+        return self.stage.targets
+
+    @property
+    def kept(self) -> tuple[Item, ...]:
+        return self.stage.kept
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """How a program runs in chunks."""
 
-    facts: Facts
+    layout: Layout
     chunk_size: int
     """Samples per chunk; the last chunk may have fewer."""
     phases: tuple[Phase, ...]
-    after: tuple[Item, ...]
-    """Whole items to run after the last loop, in order."""
+    after: Body
+    """What runs after the last loop."""
+
+    @property
+    def facts(self) -> Facts:
+        return self.layout.facts
+
+    @property
+    def frees(self) -> list[list[Item]]:
+        """For each section, the values that nobody reads after it."""
+        return self.layout.frees
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """(first sample, sample after the last) of each chunk."""
-        total = self.facts.num_samples
-        return tuple((start, min(start + self.chunk_size, total)) for start in range(0, total, self.chunk_size))
+        return chunks(self.facts.num_samples, self.chunk_size)
 
     def __str__(self) -> str:
         lines = [f"{len(self.chunks)} chunks of {self.chunk_size} of {self.facts.num_samples} samples"]
         for number, phase in enumerate(self.phases):
             kept = ", ".join(item.node.name for item in phase.kept) or "nothing"
-            body, merged = len(phase.body), len(phase.targets)
+            body, merged = len(phase.stage.body), len(phase.targets)
             lines.append(f"  phase {number}: {body} values per chunk, {merged} merged or gathered, keeps {kept}")
         gathered = ", ".join(f"{name} (for {user})" for name, user in self.facts.gathers)
         lines.append(f"  gathered: {gathered or 'nothing'}")
         return "\n".join(lines)
+
+
+def chunks(num_samples: int, chunk_size: int) -> tuple[tuple[int, int], ...]:
+    """(first sample, sample after the last) of each chunk.
+
+    >>> chunks(5, 2)
+    ((0, 2), (2, 4), (4, 5))
+    """
+    return tuple((start, min(start + chunk_size, num_samples)) for start in range(0, num_samples, chunk_size))
+
+
+def key_of(item: Item) -> Item:
+    """Under which item a run holds a value: a finished or gathered one stands under what was merged."""
+    if item.kind not in ("finish", "gather"):
+        return item
+    source = item.operands[0]
+    return source.operands[0] if is_joint(source) else source
+
+
+def is_joint(item: Item) -> bool:
+    """A part of results that are merged as one."""
+    return item.kind == "part" and not isinstance(item.operands[0].type, tuple)
 
 
 def _cone(targets: Iterable[Item], stop: Callable[[Item], bool]) -> dict[Item, None]:
@@ -98,17 +193,17 @@ class _Planner:
         self.order = {node: index for index, node in enumerate(facts.joint.module.graph.nodes)}
         self._moved: set[Item] = set()
 
-    def run(self, chunk_size: int) -> Plan:
+    def run(self) -> Layout:
         self._place_targets()
         bodies = self._place_kept()
-        phases, done = [], set[Item]()
+        stages, done = [], set[Item]()
         for number, body in enumerate(bodies):
             needed = [operand for item in body for operand in item.operands if not operand.per_chunk]
             before = self._whole_order(needed, done)
             kept = tuple(item for item, phase in self.kept.items() if phase == number)
-            phases.append(Phase(before, tuple(body), tuple(self.targets[number]), kept))
+            stages.append(Stage(before, tuple(body), tuple(self.targets[number]), kept))
         after = self._whole_order([item for item in self.facts.results if item is not None], done)
-        return Plan(self.facts, chunk_size, tuple(phases), after)
+        return Layout(self.facts, tuple(stages), after)
 
     def _place_targets(self) -> None:
         barriers = [item for item in self.facts.items if item.kind in ("finish", "gather")]
@@ -198,7 +293,7 @@ class _Planner:
         pending = [(item, False) for item in wanted]
         while pending:
             item, opened = pending.pop()
-            if item in done or item.kind in ("input", "finish", "gather"):
+            if item in done or item.kind in ("input", "finish", "gather") or item.node.op == "get_attr":
                 continue
             if opened:
                 done.add(item)
@@ -234,10 +329,29 @@ def _is_pointwise(item: Item) -> bool:
     return torch.Tag.pointwise in target.tags or target.is_view
 
 
-def make_plan(facts: Facts, chunk_size: int, keep: bool = True) -> Plan:
-    """Plan a program for a chunk size, rounded up to what its granule allows.
+def make_layout(facts: Facts, keep: bool = True) -> Layout:
+    """Place every item of a program.
 
     Without `keep` nothing Sliced lives from one phase to the next: less memory, more time.
     """
-    granule = facts.granule
-    return _Planner(facts, keep).run(-(-chunk_size // granule) * granule)
+    return _Planner(facts, keep).run()
+
+
+def make_plan(layout: Layout, chunk_size: int) -> Plan:
+    """A plan for a chunk size, rounded up to what the granule allows; each body as the program has it."""
+    granule = layout.facts.granule
+    size = -(-chunk_size // granule) * granule
+    sizes = {stop - start for start, stop in chunks(layout.facts.num_samples, size)}
+
+    def section(number: int) -> Body:
+        return build_body(layout.facts, layout.sections[number], layout.stored(number))
+
+    def loop(number: int, stage: Stage, chunk: int) -> Body:
+        sinks = (*stage.targets, *stage.kept)
+        return build_body(layout.facts, stage.body, sinks, layout.kept_before(2 * number), chunk)
+
+    phases = tuple(
+        Phase(stage, section(2 * number), {chunk: loop(number, stage, chunk) for chunk in sizes})
+        for number, stage in enumerate(layout.stages)
+    )
+    return Plan(layout, size, phases, section(len(layout.sections) - 1))

@@ -1,24 +1,27 @@
-"""The search for a plan that fits: the largest chunks first, then less kept between phases.
+"""The search for a plan that fits a byte budget: all levers, the peak constrained at every step.
 
-*Takes* facts, a byte budget and a function that projects a plan's peak. *Gives* the first plan that fits, in the order
-of cost, or a `BudgetError` with the smallest budget that this search can meet. Same input, same plan.
+*Takes* facts and a byte budget. *Gives* the fastest plan that fits of those tried, or a `BudgetError` with the smallest
+budget that this search can meet. Same input, same plan.
 
-Not optimal: chunk sizes are powers of two, and values between phases are kept all or none.
+Larger chunks are tried first as they are, then chunks beyond that with the levers inside a body. Not optimal: chunk
+sizes are powers of two, values between phases are kept all or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from koila._bytes import format_bytes
 from koila.analysis.split import Facts
 from koila.errors import BudgetError
-from koila.planning.plan import Plan, make_plan
+from koila.planning.body import Body
+from koila.planning.cost import total_seconds
+from koila.planning.memory import Projection, peak_of, project
+from koila.planning.plan import Layout, Phase, Plan, make_layout, make_plan
+from koila.planning.shrink import LEVERS, shrink
 
-Made = TypeVar("Made")
-Project = Callable[[Plan], tuple[Made, int, str]]
-"""A plan → (what the executor made of it, projected bytes, the operator at the peak)."""
+Found = tuple[Plan, Projection]
 
 
 def chunk_sizes(num_samples: int, granule: int) -> list[int]:
@@ -27,7 +30,7 @@ def chunk_sizes(num_samples: int, granule: int) -> list[int]:
     >>> chunk_sizes(11, 1)
     [11, 8, 4, 2, 1]
     """
-    sizes = [num_samples]
+    sizes = [max(num_samples, 1)]
     size = 1
     while size * granule < num_samples:
         sizes.append(size * granule)
@@ -35,27 +38,118 @@ def chunk_sizes(num_samples: int, granule: int) -> list[int]:
     return sorted(set(sizes), reverse=True)
 
 
-def search(facts: Facts, allowed_bytes: int, project: Project[Made]) -> tuple[Made, int]:
-    """The fastest plan that fits, as far as this search knows, with its projected bytes."""
-    smallest: tuple[int, str] | None = None
-    sizes = chunk_sizes(facts.num_samples, facts.granule)
-    for keep in (True, False):
-        found: tuple[Made, int] | None = None
-        low, high = 0, len(sizes) - 1
-        # Projected bytes fall with the chunk size: find the first size that fits.
+def plan_seconds(plan: Plan) -> float:
+    """The expected time of a plan."""
+    once = [plan.after, *(phase.before for phase in plan.phases)]
+    sizes = [stop - start for start, stop in plan.chunks]
+    found = sum(total_seconds(body.calls) for body in once)
+    for phase in plan.phases:
+        each = {size: total_seconds(body.calls) for size, body in phase.loops.items()}
+        found += sum(each[size] for size in sizes)
+    return found
+
+
+def map_bodies(plan: Plan, change: Callable[[Body, int], Body | None]) -> Plan | None:
+    """The plan with every body changed, given its section; None if one cannot be."""
+    phases: list[Phase] = []
+    for number, phase in enumerate(plan.phases):
+        before = change(phase.before, 2 * number)
+        loops = {size: change(body, 2 * number + 1) for size, body in phase.loops.items()}
+        if before is None or any(body is None for body in loops.values()):
+            return None
+        phases.append(replace(phase, before=before, loops=loops))  # type: ignore[arg-type]
+    after = change(plan.after, 2 * len(plan.phases))
+    return None if after is None else replace(plan, phases=tuple(phases), after=after)
+
+
+def fit(plan: Plan, allowed: int, levers: frozenset[str] = LEVERS) -> Found | None:
+    """The plan with the levers inside its bodies pulled until it fits."""
+    projection = project(plan)
+    if projection.peak_bytes <= allowed:
+        return plan, projection
+    if min(allowed - there for there in projection.resident) <= 0:
+        return None
+
+    def change(body: Body, section: int) -> Body | None:
+        limit = allowed - projection.resident[section]
+        return body if peak_of(body, body.chunk is None).num_bytes <= limit else shrink(body, limit, levers)
+
+    changed = map_bodies(plan, change)
+    after = None if changed is None else project(changed)
+    return None if changed is None or after is None or after.peak_bytes > allowed else (changed, after)
+
+
+class Search:
+    """All plans of one program, made when they are needed."""
+
+    def __init__(self, facts: Facts, levers: frozenset[str] = LEVERS | {"chunk", "keep"}) -> None:
+        self.facts, self.levers = facts, levers
+        self.sizes = chunk_sizes(facts.num_samples, facts.granule)
+        self._layouts: dict[bool, Layout] = {}
+        self._plans: dict[tuple[bool, int], Found] = {}
+
+    def plain(self, keep: bool, size: int) -> Found:
+        """The plan for a chunk size, without levers inside its bodies."""
+        if (keep, size) not in self._plans:
+            if keep not in self._layouts:
+                self._layouts[keep] = make_layout(self.facts, keep)
+            plan = make_plan(self._layouts[keep], size)
+            self._plans[keep, size] = plan, project(plan)
+        return self._plans[keep, size]
+
+    def run(self, allowed: int) -> Found:
+        """The fastest plan that fits, as far as this search knows."""
+        found = min(self._fitting(allowed), key=lambda pair: plan_seconds(pair[0]), default=None)
+        if found is None:
+            found = self.smallest()
+        if found[1].peak_bytes > allowed:
+            raise refusal(found[1].peak_bytes, allowed, found[1].largest)
+        return found
+
+    def _fitting(self, allowed: int) -> Iterator[Found]:
+        for keep in self._keeps():
+            largest = self._largest_that_fits(keep, allowed)
+            if largest is not None:
+                yield self.plain(keep, self.sizes[largest])
+            last = len(self.sizes) if largest is None else largest
+            found = False
+            for place in range(max(0, last - 2), last):
+                fitted = fit(self.plain(keep, self.sizes[place])[0], allowed, self.levers)
+                if fitted is not None:
+                    yield fitted
+                    found = True
+                    break
+            if largest is not None or found:
+                return
+
+    def _keeps(self) -> tuple[bool, ...]:
+        return (True, False) if "keep" in self.levers and self.facts.num_phases > 1 else (True,)
+
+    def _largest_that_fits(self, keep: bool, allowed: int) -> int | None:
+        """The place of the largest chunk size that fits as it is: projected bytes fall with the size."""
+        sizes = self.sizes if "chunk" in self.levers else self.sizes[:1]
+        low, high, found = 0, len(sizes) - 1, None
         while low <= high:
             middle = (low + high) // 2
-            made, projected, operator = project(make_plan(facts, sizes[middle], keep))
-            if projected <= allowed_bytes:
-                found, high = (made, projected), middle - 1
+            if self.plain(keep, sizes[middle])[1].peak_bytes <= allowed:
+                found, high = middle, middle - 1
             else:
                 low = middle + 1
-                if middle == len(sizes) - 1 and (smallest is None or projected < smallest[0]):
-                    smallest = projected, operator
-        if found is not None:
-            return found
-    assert smallest is not None
-    raise refusal(smallest[0], allowed_bytes, smallest[1])
+        return found
+
+    def smallest(self) -> Found:
+        """The plan with the fewest bytes that this search knows, whatever the budget."""
+        size = self.sizes[-1] if "chunk" in self.levers else self.sizes[0]
+        best = min((self.plain(keep, size) for keep in self._keeps()), key=lambda found: found[1].peak_bytes)
+        # Ask for less and less, in large steps while they succeed, then in small ones.
+        for share in (0.75, 0.95):
+            for _ in range(16):
+                allowed = int(share * best[1].peak_bytes)
+                found = min(self._fitting(allowed), key=lambda pair: pair[1].peak_bytes, default=None)
+                if found is None:
+                    break
+                best = found
+        return best
 
 
 def refusal(needed: int, allowed: int, operator: str) -> BudgetError:

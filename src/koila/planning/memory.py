@@ -1,0 +1,293 @@
+"""Bytes: which storages are alive at every step of a plan.
+
+*Takes* bodies and plans. *Gives* their peaks, and what stands there. Views share a storage; a storage dies with the
+last value in it; a merge that has begun is there while its loop goes on. Operators' own workspaces come from
+`koila.planning.workspace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from koila.analysis.monoids import HALVES, Sum
+from koila.analysis.split import Item
+from koila.analysis.types import Merged, Sliced
+from koila.planning.body import SINKS, Body, FakeSource, sink_value, slice_whole
+from koila.planning.plan import Plan, key_of
+
+Ref = tuple[fx.Node, int]
+"""A storage: the call that made it, and which of its results lies in it."""
+
+
+def tensors_of(value: Any) -> list[torch.Tensor | None]:
+    """The results of a call, one for each place."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [each if isinstance(each, torch.Tensor) else None for each in values]
+
+
+def note_aliases(graph: fx.Graph) -> None:
+    """Write on each node which results lie in an operand's storage: (operand, place), or None for a new one.
+
+    The notes survive copying: they speak of operands by their number.
+    """
+    for node in graph.nodes:
+        if "alias" in node.meta:
+            continue
+        known: dict[int, tuple[int, int]] = {}
+        for number, operand in enumerate(node.all_input_nodes):
+            for place, tensor in enumerate(tensors_of(operand.meta.get("val"))):
+                if tensor is not None:
+                    known.setdefault(tensor.untyped_storage()._cdata, (number, place))
+        found: list[tuple[int, int] | None] = []
+        for tensor in tensors_of(node.meta.get("val")):
+            found.append(None if tensor is None else known.get(tensor.untyped_storage()._cdata))
+        node.meta["alias"] = tuple(found)
+
+
+def num_bytes(node: fx.Node, place: int) -> int:
+    """The size of the storage that a result lies in."""
+    tensor = tensors_of(node.meta.get("val"))[place]
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+
+class Storages:
+    """Which storages the values of a body lie in."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        note_aliases(graph)
+        self.refs: dict[fx.Node, list[Ref]] = {}
+        self.num_bytes: dict[Ref, int] = {}
+        """Of those that the body makes; what it reads is somebody else's."""
+        for node in graph.nodes:
+            operands = node.all_input_nodes
+            self.refs[node] = [
+                (node, place) if alias is None else self.refs[operands[alias[0]]][alias[1]]
+                for place, alias in enumerate(node.meta["alias"])
+            ]
+            if node.op != "placeholder":
+                own = (ref for ref in self.refs[node] if ref[0] is node)
+                # A product that is added to a sum has no storage of its own.
+                self.num_bytes.update({ref: 0 if "fused" in node.meta else num_bytes(*ref) for ref in own})
+
+    def made_by(self, node: fx.Node) -> list[Ref]:
+        """The storages that a call makes."""
+        return [ref for ref in self.refs[node] if ref[0] is node and ref in self.num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The worst moment of a body."""
+
+    num_bytes: int
+    """Alive at that moment, of what the body made."""
+    step: int
+    """The number of the call."""
+    alive: tuple[Ref, ...]
+    """What is alive."""
+
+
+class _Lives:
+    """From which to which call each storage of a body lives."""
+
+    def __init__(self, body: Body, first: bool) -> None:
+        self.storages, self.calls = Storages(body.graph), body.calls
+        last: dict[Ref, int] = {}
+        for step, node in enumerate(self.calls):
+            for each in (node, *node.all_input_nodes):
+                last.update((ref, step) for ref in self.storages.refs[each])
+        self.extra: dict[int, int] = {}
+        """Bytes that appear at a call and stay: merges that begin."""
+        if first:
+            self._hand_on(body, last)
+        self.ends: dict[int, list[Ref]] = {}
+        for ref, step in last.items():
+            if ref in self.storages.num_bytes:
+                self.ends.setdefault(step, []).append(ref)
+
+    def _hand_on(self, body: Body, last: dict[Ref, int]) -> None:
+        """What is handed on stays alive."""
+        for step, node in enumerate(self.calls):
+            if "fused" in node.meta:
+                self.extra[step] = num_bytes(node, 0)
+            elif "skipped" in node.meta:
+                continue
+            elif node.target is sink_value and not isinstance(_kind(body.sinks[node.args[1]]), Sliced):
+                value: Any = node.args[2]
+                if body.chunk is None or _may_own(value.meta["val"]):
+                    last.update((ref, len(self.calls)) for ref in self.storages.refs[value])
+                else:
+                    self.extra[step] = state_bytes(body.sinks[node.args[1]])
+            else:
+                self.extra[step] = getattr(node.target, "sum_bytes", 0)
+
+    def walk(self) -> Iterator[tuple[int, dict[Ref, None]]]:
+        """For each call, the bytes alive while it runs, and what they are."""
+        alive: dict[Ref, None] = {}
+        now = 0
+        for step, node in enumerate(self.calls):
+            for ref in self.storages.made_by(node):
+                alive[ref] = None
+                now += self.storages.num_bytes[ref]
+            now += self.extra.get(step, 0)
+            yield now + inside(node), alive
+            for ref in self.ends.get(step, ()):
+                if ref in alive:
+                    del alive[ref]
+                    now -= self.storages.num_bytes[ref]
+
+
+def peak_of(body: Body, first: bool = False) -> Peak:
+    """The worst moment of a body; with `first`, what it hands on stays alive: it starts the merges, or is stored."""
+    worst = Peak(0, 0, ())
+    for step, (now, alive) in enumerate(_Lives(body, first).walk()):
+        if now > worst.num_bytes:
+            worst = Peak(now, step, tuple(alive))
+    return worst
+
+
+def totals(body: Body) -> list[int]:
+    """The bytes alive at each call of a body."""
+    return [now for now, _ in _Lives(body, body.chunk is None).walk()]
+
+
+def inside(node: fx.Node) -> int:
+    """Bytes that a call allocates and frees while it runs."""
+    target = node.target
+    if target is slice_whole:
+        whole: Any = node.args[0]
+        # Bits are opened to bytes in blocks.
+        return node.meta["val"].numel() if isinstance(whole.meta["val"], FakeSource) else 0
+    return getattr(target, "transient_bytes", 0)
+
+
+def _kind(item: Item) -> Any:
+    return item.type[0] if isinstance(item.type, tuple) else item.type
+
+
+def _may_own(value: Any) -> bool:
+    """Whether a merge can start with a value itself, without a copy."""
+    if not isinstance(value, torch.Tensor) or value.dtype in HALVES or value._is_view():
+        return False
+    return value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def value_bytes(item: Item) -> int:
+    """The bytes of a whole value."""
+    found = (t for t in tensors_of(item.node.meta.get("val")) if t is not None)
+    return sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+
+def state_bytes(item: Item) -> int:
+    """The bytes of a merge that has begun."""
+    kind = _kind(item)
+    if not isinstance(kind, Merged):
+        return value_bytes(item)
+    tensors = [t for t in tensors_of(item.node.meta.get("val")) if t is not None]
+    wide = sum(t.numel() * (4 if t.dtype in HALVES else t.element_size()) for t in tensors)
+    return wide if isinstance(kind.monoid, Sum) else 2 * wide
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The bytes that a run allocates at its peak."""
+
+    peak_bytes: int
+    """Transients, merges, kept values, results and gradients."""
+    largest: str
+    """What stands at the peak."""
+    section: int = 0
+    """The section of the plan with the peak."""
+    resident: tuple[int, ...] = ()
+    """For each section, the bytes that are there beside what its body makes."""
+
+
+class _Residents:
+    """Whole values that are alive between sections; views share their storage."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[Item, frozenset[Any]] = {}
+        self.sizes: dict[Any, int] = {}
+
+    def add(self, item: Item, num_bytes: int) -> None:
+        self.tokens[item] = frozenset([item])
+        self.sizes[item] = num_bytes
+
+    def add_from(self, body: Body) -> None:
+        """What a section stores."""
+        storages = Storages(body.graph)
+        placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
+        read = {node: self.tokens.get(key_of(item), frozenset()) for node, item in zip(placeholders, body.wholes)}
+        for node in body.calls:
+            if node.target is sink_value:
+                value: Any = node.args[2]
+                tokens: set[Any] = set()
+                for ref in storages.refs[value]:
+                    if ref in storages.num_bytes:
+                        self.sizes[ref] = storages.num_bytes[ref]
+                        tokens.add(ref)
+                    else:
+                        tokens |= read.get(ref[0], frozenset())
+                self.tokens[body.sinks[node.args[1]]] = frozenset(tokens)
+
+    def free(self, items: Iterable[Item]) -> None:
+        for item in items:
+            self.tokens.pop(item, None)
+
+    def num_bytes(self) -> int:
+        return sum(self.sizes[token] for token in frozenset().union(*self.tokens.values()))
+
+
+def project(plan: Plan) -> Projection:
+    """The peak of a plan: at every step of every section."""
+    here, resident = _Residents(), []
+    best = Projection(0, "nothing")
+
+    def consider(body: Body, base: int, first: bool, section: int) -> None:
+        nonlocal best
+        peak = peak_of(body, first)
+        if base + peak.num_bytes > best.peak_bytes:
+            best = Projection(base + peak.num_bytes, describe(body, peak), section)
+
+    for number, phase in enumerate((*plan.phases, None)):
+        body = plan.after if phase is None else phase.before
+        # What the section reads for the last time is alive until then.
+        resident.append(here.num_bytes())
+        consider(body, resident[-1], True, 2 * number)
+        here.add_from(body)
+        here.free(plan.frees[2 * number])
+        if phase is None:
+            break
+        for item in (*phase.targets, *phase.kept):
+            if isinstance(_kind(item), Sliced):
+                here.add(item, value_bytes(item))
+        merged = [item for item in phase.targets if isinstance(_kind(item), Merged)]
+        states = sum(map(state_bytes, merged))
+        base = here.num_bytes()
+        resident.append(base + states)
+        for body in phase.loops.values():
+            consider(body, base, True, 2 * number + 1)
+            if len(plan.chunks) > 1:
+                consider(body, base + states, False, 2 * number + 1)
+        for item in merged:
+            here.add(item, value_bytes(item))
+        here.free(plan.frees[2 * number + 1])
+    return Projection(best.peak_bytes, best.largest, best.section, tuple(resident))
+
+
+def describe(body: Body, peak: Peak) -> str:
+    """What stands at a peak: the call, and the largest value alive."""
+    if not body.calls:
+        return "nothing"
+    node = body.calls[peak.step]
+    largest = max(peak.alive, key=lambda ref: num_bytes(*ref), default=None)
+    text = str(node.args[2] if node.target in SINKS else node.target)
+    if largest is None:
+        return text
+    tensor = tensors_of(largest[0].meta["val"])[largest[1]]
+    assert tensor is not None
+    return f"{text}; the largest value there is {largest[0].target} {list(tensor.shape)}"

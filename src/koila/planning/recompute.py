@@ -1,0 +1,172 @@
+"""Recomputation inside a body: values are let go and computed again where they are needed next.
+
+*Takes* a body and the bytes it may use. *Gives* a body with the same results in which some calls stand twice, or None
+if that does not suffice. The schedule is made offline by playing the body through: when a call does not fit, the
+value that is cheapest to have again, per byte and per step until its next use, is let go. Greedy, not optimal;
+deterministic.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterable
+
+from torch import fx
+
+from koila.planning.body import SINKS, Body, sink_value
+from koila.planning.cost import seconds
+from koila.planning.memory import Ref, Storages, inside
+
+_PATIENCE = 6
+"""Give up when a body has grown this many times."""
+
+
+class _Play:
+    """The state of the body that is played through."""
+
+    def __init__(self, body: Body, limit: int) -> None:
+        self.body, self.limit = body, limit
+        self.calls = body.calls
+        self.storages = Storages(body.graph)
+        self.uses: dict[fx.Node, list[int]] = {node: [] for node in self.calls}
+        for step, node in enumerate(self.calls):
+            for operand in node.all_input_nodes:
+                if operand in self.uses:
+                    self.uses[operand].append(step)
+        self.order: list[fx.Node] = []
+        """What runs, in order; a call may stand in it several times."""
+        self.alive: set[fx.Node] = set()
+        self.holders: dict[Ref, set[fx.Node]] = {}
+        self.now = 0
+        self.step = 0
+        self.stored: set[fx.Node] = set()
+        """Values that a section stores: they cannot be let go."""
+
+    def run(self) -> list[fx.Node] | None:
+        for self.step, node in enumerate(self.calls):
+            needed = self._missing(node)
+            for number, each in enumerate(needed):
+                if not self._execute(each, needed[number:]):
+                    return None
+            if len(self.order) > _PATIENCE * len(self.calls):
+                return None
+            for each in (*needed, *self._inputs(needed)):
+                if each in self.alive and self._next_use(each) is None and each not in self.stored:
+                    self._drop(each)
+        return self.order
+
+    def _inputs(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [operand for node in nodes for operand in node.all_input_nodes if operand in self.uses]
+
+    def _missing(self, node: fx.Node) -> list[fx.Node]:
+        """What must run for a call, and the call itself: its operands that are not there, theirs first."""
+        found: dict[fx.Node, None] = {}
+        pending = [(node, False)]
+        while pending:
+            each, opened = pending.pop()
+            if each in found or (each in self.alive and each is not node):
+                continue
+            if opened:
+                found[each] = None
+            else:
+                pending.append((each, True))
+                pending += [(operand, False) for operand in each.all_input_nodes if operand in self.uses]
+        return list(found)
+
+    def _execute(self, node: fx.Node, rest: list[fx.Node]) -> bool:
+        pinned = set(self._inputs(rest))
+        need = sum(self.storages.num_bytes[ref] for ref in self.storages.made_by(node)) + inside(node)
+        while self.now + need > self.limit:
+            victim = self._victim(pinned)
+            if victim is None:
+                return False
+            self._evict(victim)
+        self.order.append(node)
+        if node.target in SINKS:
+            if node.target is sink_value and self.body.chunk is None:
+                self.stored.add(node.args[2])  # type: ignore[arg-type]
+            return True
+        self.alive.add(node)
+        for ref in self.storages.refs[node]:
+            if ref in self.storages.num_bytes:
+                holders = self.holders.setdefault(ref, set())
+                if not holders:
+                    self.now += self.storages.num_bytes[ref]
+                holders.add(node)
+        # What only the repeated calls needed goes at once.
+        for operand in self._inputs([node]):
+            if operand in self.alive and operand not in set(self._inputs(rest[1:])) and operand not in self.stored:
+                if self._next_use(operand, after=self.step - 1) is None:
+                    self._drop(operand)
+        return True
+
+    def _next_use(self, node: fx.Node, after: int | None = None) -> int | None:
+        uses = self.uses[node]
+        place = bisect_right(uses, self.step if after is None else after)
+        return uses[place] if place < len(uses) else None
+
+    def _drop(self, node: fx.Node) -> None:
+        self.alive.discard(node)
+        for ref in self.storages.refs[node]:
+            holders = self.holders.get(ref)
+            if holders is not None and node in holders:
+                holders.discard(node)
+                if not holders:
+                    self.now -= self.storages.num_bytes[ref]
+
+    def _victim(self, pinned: set[fx.Node]) -> Ref | None:
+        best, least = None, 0.0
+        for ref, holders in self.holders.items():
+            size = self.storages.num_bytes[ref]
+            if not holders or size == 0 or holders & pinned or holders & self.stored:
+                continue
+            nexts = [use for holder in holders if (use := self._next_use(holder, self.step - 1)) is not None]
+            distance = min(nexts, default=len(self.calls)) - self.step + 1
+            score = self._price(ref, holders) / (size * distance)
+            if best is None or score < least:
+                best, least = ref, score
+        return best
+
+    def _price(self, ref: Ref, holders: set[fx.Node]) -> float:
+        """What it costs to have a value again: its own call and those of operands that are gone, too."""
+        price, seen = 0.0, set[fx.Node]()
+        pending = [ref[0], *holders]
+        while pending and len(seen) < 64:
+            node = pending.pop()
+            if node not in seen:
+                seen.add(node)
+                price += seconds(node)
+                pending += [o for o in node.all_input_nodes if o in self.uses and o not in self.alive]
+        return price
+
+    def _evict(self, ref: Ref) -> None:
+        for node in list(self.holders[ref]):
+            following = self._next_use(node, self.step - 1)
+            self._drop(node)
+            if following is not None:
+                self._need_operands(node, following)
+
+    def _need_operands(self, node: fx.Node, step: int) -> None:
+        """The operands of what was let go are needed when it is computed again."""
+        pending = [node]
+        while pending:
+            for operand in self._inputs([pending.pop()]):
+                if step not in self.uses[operand]:
+                    insort(self.uses[operand], step)
+                    if operand not in self.alive:
+                        pending.append(operand)
+
+
+def scheduled(body: Body, order: Iterable[fx.Node]) -> Body:
+    """The body with its calls in another order; a call that stands in it again is a copy."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in (*(n for n in body.graph.nodes if n.op == "placeholder"), *order):
+        copies[node] = graph.node_copy(node, lambda operand: copies[operand])
+    return body.with_graph(graph)
+
+
+def recompute(body: Body, limit: int) -> Body | None:
+    """The body within `limit` bytes, with values computed again; None if they do not suffice."""
+    order = _Play(body, limit).run()
+    return None if order is None else scheduled(body, order)
