@@ -17,8 +17,8 @@ import torch
 
 import koila
 from benchmarks import memory, scale
-from benchmarks.tracker import StorageTracker, gradient_bytes
-from tests.models import Task, language, vision
+from koila.execution.tracker import StorageTracker
+from tests.models import Task, gradient_bytes, language, vision
 
 BATCH = 16
 CHUNK_SIZES = (BATCH, 8, 4, 2, 1)

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from benchmarks.programs import Program, make
-from benchmarks.tracker import StorageTracker
 from benchmarks.witness import Watch
+from koila.execution.tracker import StorageTracker
 
 Step = Callable[[], torch.Tensor]
 

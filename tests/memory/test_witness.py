@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks import witness
-from benchmarks.tracker import StorageTracker
+from koila.execution.tracker import StorageTracker
 from tests.models import language
 
 MIB = 2**20
