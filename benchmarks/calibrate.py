@@ -237,8 +237,9 @@ def recurrent() -> Iterator[Call]:
                 aten.mkldnn_rnn_layer.default, (x, *weights, h, h, False, [], *how, train), note + " train" * train
             )
         y, hy, cy, workspace = aten.mkldnn_rnn_layer(x, *weights, h, h, False, [], *how, True)
-        given = (y, hy, cy, y, hy, cy, False, 2, hidden, 1, True, True, False, [], False, workspace)
-        yield Call(aten.mkldnn_rnn_layer_backward.default, (x, *weights, h, h, *given), note)
+        for gradient in (y, y.transpose(0, 1).contiguous().transpose(0, 1)):
+            given = (y, hy, cy, gradient, hy, cy, False, 2, hidden, 1, True, True, False, [], False, workspace)
+            yield Call(aten.mkldnn_rnn_layer_backward.default, (x, *weights, h, h, *given), note)
 
 
 def norms() -> Iterator[Call]:
@@ -417,7 +418,7 @@ FORMULAS = {
     "_scaled_dot_product_flash_attention_for_cpu.default": "threads × block of queries × (block of keys + head)",
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": "query + threads × two blocks",
     "mkldnn_rnn_layer.default": "1.035 × gates of all steps + weights (+ the saved workspace that fakes lack)",
-    "mkldnn_rnn_layer_backward.default": "1.02 × gates of all steps + 2 × weights",
+    "mkldnn_rnn_layer_backward.default": "1.02 × gates of all steps + 2 × weights + copy of a strided gradient",
     "native_layer_norm.default": "copy of a strided x",
     "native_layer_norm_backward.default": "copies of a strided x and gradient + threads × 2 × w",
     "native_batch_norm_backward.default": "x, where gradient and x are contiguous",

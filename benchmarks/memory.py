@@ -101,7 +101,8 @@ def _cell(name: str, subject: Subject, way: Way, label: str) -> Cell:
         return Cell(name, str(way), way.kind, label, allowed, needed_bytes=found.needed_bytes, verdict=clean, note=note)
     numbers = asdict(found)
     verdict = _verdict(found, allowed, next(subject.program.model.parameters()).dtype)
-    return Cell(name, str(way), way.kind, label, allowed, **numbers, verdict=verdict)
+    note = f"beyond the table: {subject.hidden(way)}" if "above" in verdict else ""
+    return Cell(name, str(way), way.kind, label, allowed, **numbers, verdict=verdict, note=note)
 
 
 def _verdict(found: Peaks, allowed: int | None, dtype: torch.dtype) -> str:
@@ -196,8 +197,8 @@ def markdown(cells: list[Cell], not_run: list[str]) -> str:
         lines += ["| way | budget | allowed | projected | outside | inside | difference | time | verdict |"]
         lines += ["|---" * 9 + "|"]
         lines += [_row(cell) for cell in cells if cell.program == name]
-    violations = [f"{c.program}, {c.way} ({c.label}): {c.verdict}" for c in cells if c.verdict.startswith("VIOLATION")]
-    failures = [f"{c.program}, {c.way} ({c.label}): {c.verdict}" for c in cells if c.verdict.startswith("failed")]
+    violations = [_line(cell) for cell in cells if cell.verdict.startswith("VIOLATION")]
+    failures = [_line(cell) for cell in cells if cell.verdict.startswith("failed")]
     for title, found in (
         ("Violations", violations),
         ("Failures", failures),
@@ -206,6 +207,11 @@ def markdown(cells: list[Cell], not_run: list[str]) -> str:
     ):
         lines += ["", f"## {title}", "", *([f"- {line}" for line in found] or ["none"])]
     return "\n".join(lines) + "\n"
+
+
+def _line(cell: Cell) -> str:
+    note = f" ({cell.note})" if cell.note else ""
+    return f"{cell.program}, {cell.way}, {cell.label}: {cell.verdict}{note}"
 
 
 def _row(cell: Cell) -> str:

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import koila
 from benchmarks.programs import Program, make
 from benchmarks.witness import Watch
 from koila.execution.tracker import StorageTracker
+from koila.planning.workspace import workspace_bytes
 
 Step = Callable[[], torch.Tensor]
 
@@ -130,6 +132,30 @@ def _compiled(program: Program, share: float) -> Step:
 # Measuring, in a subprocess.
 
 
+class HiddenBytes(TorchDispatchMode):
+    """What each operator allocates beyond its results, and what the table of workspaces says of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most: dict[str, tuple[int, int]] = {}
+        """Operator → (measured, by the table) of the call where they are furthest apart."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with Watch() as watch:
+            result = func(*args, **(kwargs or {}))
+        hidden = watch.peak_bytes - max(0, watch.kept_bytes)
+        formula = workspace_bytes(func, args, result, kwargs)
+        known = self.most.get(str(func), (0, 0))
+        if hidden - formula > known[0] - known[1]:
+            self.most[str(func)] = hidden, formula
+        return result
+
+    def __str__(self) -> str:
+        apart = sorted(self.most.items(), key=lambda item: item[1][1] - item[1][0])
+        large = [(name, pair) for name, pair in apart if pair[0] - pair[1] > 64 * 1024][:4]
+        return ", ".join(f"{name} {a / 2**20:.2f} MiB (table {b / 2**20:.2f})" for name, (a, b) in large)
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A budget that was refused before anything ran."""
@@ -184,6 +210,13 @@ class Subject:
         del kept
         projected = getattr(self._report(), "projected_bytes", None) if way.kind == "koila" else None
         return Peaks(watch.peak_bytes, tracker.peak_bytes, projected, difference, worst)
+
+    def hidden(self, way: Way) -> str:
+        """The operators of a step that allocate more than the table of workspaces says."""
+        self.reset()
+        with HiddenBytes() as found:
+            step_of(self.program, way)()
+        return str(found) or "nothing"
 
     def reset(self) -> None:
         """The state before every step."""

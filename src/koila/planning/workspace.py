@@ -237,7 +237,7 @@ def _rnn_gates(call: Call) -> int:
 
 
 def _rnn(call: Call, result: Any) -> int:
-    return _rnn_gates(call) + _rnn_weights(call) + (100 << 10) + _rnn_saved(call, result)
+    return _rnn_gates(call) + _rnn_weights(call) + (150 << 10) + _rnn_saved(call, result)
 
 
 def _rnn_saved(call: Call, result: Any) -> int:
@@ -254,7 +254,8 @@ def _rnn_saved(call: Call, result: Any) -> int:
 def _rnn_backward(call: Call, _: Any) -> int:
     source = call["input"]
     weights = sum(num_bytes(call[f"weight{number}"]) for number in range(1, 5))
-    return int(1.02 * prod(source.shape[:2]) * 4 * call["hidden_size"] * 4) + 2 * weights + (300 << 10)
+    gates = int(1.02 * prod(source.shape[:2]) * 4 * call["hidden_size"] * 4)
+    return gates + 2 * weights + _copy(call["grad_output"]) + (300 << 10)
 
 
 # Convolutions. oneDNN wants channels in blocks: it copies its operands into that layout, and its result out of it.
