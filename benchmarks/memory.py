@@ -139,6 +139,8 @@ def cells_of(name: str, rounds: int, compiled: bool, quick: bool) -> list[Cell]:
     except WitnessError as error:
         return [Cell(name, "all", "all", "all", None, verdict=f"failed: {str(error)[-300:]}")]
     found = [Cell(**row) for row in measured]
+    if not rounds:
+        return found
     runnable = [cell for cell in found if cell.outside_bytes is not None and cell.kind != "eager"]
     ways = list({cell.way: [cell.kind, _number(cell)] for cell in runnable}.values())
     try:
@@ -280,7 +282,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench memory", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(PROGRAMS), help="these programs only", metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="one round of times, two peers, no budgets of peers")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of interleaved steps for the times")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of interleaved steps for the times; 0: none")
     parser.add_argument("--compile", action="store_true", help="torch.compile with activation_memory_budget, too")
     parser.add_argument("--into", type=Path, default=RESULTS, help="the folder for the results")
     given = parser.parse_args(arguments)
@@ -291,7 +293,7 @@ def main(arguments: list[str]) -> None:
     done = {name: [cell for cell in before if cell.program == name] for name in PROGRAMS}
     not_run = [] if given.compile else ["torch.compile with activation_memory_budget (`--compile`)"]
     for name in progress(names):
-        done[name] = cells_of(name, 1 if given.quick else given.rounds, given.compile, given.quick)
+        done[name] = cells_of(name, min(1, given.rounds) if given.quick else given.rounds, given.compile, given.quick)
         # Written after each program: a run that is cut short keeps what it has.
         cells = [cell for own in done.values() for cell in own]
         path.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n", encoding="utf-8")

@@ -194,12 +194,11 @@ class Subject:
         buffers = [buffer.clone() for buffer in self.program.model.buffers()]
         generator = torch.get_rng_state()
         try:
-            step()
+            difference, worst = self._differences(self._numbers(step))
         except koila.BudgetError as error:
             clean = not self.program.gradients() and torch.equal(generator, torch.get_rng_state())
             pairs = zip(buffers, self.program.model.buffers(), strict=True)
             return Refusal(error.needed_bytes, clean and all(torch.equal(*pair) for pair in pairs), str(error))
-        difference, worst = self._differences(self._numbers(step))
         self.reset()
         with Watch() as watch:
             kept = step()
