@@ -162,7 +162,7 @@ class Refusal:
 
     needed_bytes: int
     is_clean: bool
-    """No gradient and no buffer changed."""
+    """No gradient and no running statistic changed."""
     message: str
 
 
@@ -191,13 +191,13 @@ class Subject:
         """Measure a way; the first step fills caches and is not measured."""
         step = step_of(self.program, way)
         self.reset()
-        buffers = [buffer.clone() for buffer in self.program.model.buffers()]
+        buffers = [buffer.clone() for buffer in self._statistics()]
         try:
             difference, worst = self._differences(self._numbers(step))
         except koila.BudgetError as error:
             # Generators stand where eager's would: random numbers are drawn when a call is recorded.
             clean = not self.program.gradients()
-            pairs = zip(buffers, self.program.model.buffers(), strict=True)
+            pairs = zip(buffers, self._statistics(), strict=True)
             return Refusal(error.needed_bytes, clean and all(torch.equal(*pair) for pair in pairs), str(error))
         self.reset()
         with Watch() as watch:
@@ -227,6 +227,10 @@ class Subject:
         self.reset()
         result = step()
         return [gradient.clone() for gradient in self.program.gradients()] or [result.detach().clone()]
+
+    def _statistics(self) -> list[torch.Tensor]:
+        """Running statistics; the number of batches is counted by the module itself, before anything is lazy."""
+        return [buffer for buffer in self.program.model.buffers() if buffer.is_floating_point()]
 
     def _report(self) -> Any:
         report = getattr(koila, "last_report", None)
