@@ -28,8 +28,9 @@ MIB = 2**20
 SHARES = (1.0, 0.5, 0.25, 0.1)
 BAND = 1.03
 """Differences below this are noise."""
-TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
-"""The largest normwise difference of gradients: rounding of two sums in different order."""
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""The largest normwise difference of gradients. oneDNN's float32 convolutions of a part of the batch are 3.5e-6 away from
+those of the whole, by hand as well."""
 
 
 @dataclass(frozen=True)
