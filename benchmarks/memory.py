@@ -29,8 +29,8 @@ SHARES = (1.0, 0.5, 0.25, 0.1)
 BAND = 1.03
 """Differences below this are noise."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""The largest normwise difference of gradients. oneDNN's float32 convolutions of a part of the batch are 3.5e-6 away from
-those of the whole, by hand as well."""
+"""The largest normwise difference of gradients. oneDNN's float32 convolutions of a part of the batch are 3.5e-6 away
+from those of the whole, by hand as well."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ def cells_of(name: str, rounds: int, compiled: bool, quick: bool) -> list[Cell]:
         limit = 1800.0
         measured = call_outside("benchmarks.memory:measure_program", name, compiled, quick, timeout_seconds=limit)
     except WitnessError as error:
-        return [Cell(name, "all", "all", "all", None, verdict=f"failed: {str(error)[-300:]}")]
+        reason = " ".join(str(error).split())[-300:]
+        return [Cell(name, "all", "all", "all", None, verdict=f"failed: {reason}")]
     found = [Cell(**row) for row in measured]
     if not rounds:
         return found
