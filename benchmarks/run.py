@@ -1,4 +1,4 @@
-"""The measurements that the documents quote: `python -m benchmarks.run chunks`.
+"""The measurements that the documents quote: `./scripts/bench chunks`.
 
 *Takes* the name of a measurement. *Gives* a table on stdout. Times are ratios to eager's, interleaved with it in one
 process.
@@ -16,8 +16,9 @@ from statistics import median
 import torch
 
 import koila
-from benchmarks.tracker import StorageTracker, gradient_bytes
-from tests.models import Task, language, vision
+from benchmarks import memory, scale
+from koila.execution.tracker import StorageTracker
+from tests.models import Task, gradient_bytes, language, vision
 
 BATCH = 16
 CHUNK_SIZES = (BATCH, 8, 4, 2, 1)
@@ -90,14 +91,28 @@ def chunks(rounds: int) -> None:
         print(f"| {way.name} | {' | '.join(cells)} |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
-    parser.add_argument("measurement", choices=["chunks"])
+def measure_chunks(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench chunks", description=chunks.__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of interleaved steps for the times")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch; one is disturbed least by neighbours")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    chunks(arguments.rounds)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    chunks(given.rounds)
+
+
+MEASUREMENTS: dict[str, Callable[[list[str]], None]] = {
+    "chunks": measure_chunks,
+    "memory": memory.main,
+    "scale": scale.main,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("measurement", choices=list(MEASUREMENTS))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the measurement; --help shows them")
+    given = parser.parse_args()
+    MEASUREMENTS[given.measurement](given.arguments)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import koila
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.tracker import StorageTracker, gradient_bytes  # noqa: E402
-from tests.models import Batch, Task, language, vision  # noqa: E402
+from koila.execution.tracker import StorageTracker  # noqa: E402
+from tests.models import Batch, Task, gradient_bytes, language, vision  # noqa: E402
 
 BATCH = 11
 STEPS = 5

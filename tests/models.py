@@ -103,6 +103,11 @@ class CNN(nn.Module):
         return self.classifier(self.features(images).flatten(1))
 
 
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of the gradients of a model's parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
 @dataclass(frozen=True)
 class Task:
     """A model, its data, its loss and the number of right answers."""

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import koila
-from benchmarks.tracker import StorageTracker, gradient_bytes
 from koila.execution.segment import SegmentState
+from koila.execution.tracker import StorageTracker
+from tests.models import gradient_bytes
 
 WIDTH = 96
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import koila
-from benchmarks.tracker import StorageTracker
+from koila.execution.tracker import StorageTracker
 from tests.memory.test_peak import BATCH, TASKS
 from tests.models import Task
 

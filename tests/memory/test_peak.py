@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import koila
-from benchmarks.tracker import Birth, StorageTracker, gradient_bytes
-from tests.models import Task, language, vision
+from koila.execution.tracker import Birth, StorageTracker
+from tests.models import Task, gradient_bytes, language, vision
 
 BATCH = 16
 
@@ -26,7 +26,7 @@ def measure(task: Task, chunk_size: int | None, lazy: bool = True) -> tuple[Stor
     """One step: what was born while it was recorded, and while it ran."""
     torch.manual_seed(0)
     task.model.zero_grad()
-    recording, running = StorageTracker(), StorageTracker()
+    recording, running = StorageTracker(births=True), StorageTracker(births=True)
     batch = koila.lazy(*task.batches[0]) if lazy else task.batches[0]
     with koila.budget(chunk_size=chunk_size):
         with recording:

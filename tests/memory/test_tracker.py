@@ -7,12 +7,12 @@ from contextlib import nullcontext
 import torch
 
 import koila
-from benchmarks.tracker import StorageTracker
+from koila.execution.tracker import StorageTracker
 from tests.models import language
 
 
 def test_births_peak_and_current() -> None:
-    with StorageTracker() as tracker:
+    with StorageTracker(births=True) as tracker:
         kept = torch.zeros(256)
         for _ in range(3):
             (kept + 1).mul_(2).view(16, 16)
@@ -40,7 +40,7 @@ def test_nothing_after_the_scope_is_counted() -> None:
 
 
 def test_fake_tensors_have_no_bytes() -> None:
-    with StorageTracker() as tracker:
+    with StorageTracker(births=True) as tracker:
         torch.zeros(256, device="meta")
         with torch._subclasses.FakeTensorMode():
             torch.zeros(256)

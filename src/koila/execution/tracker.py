@@ -1,13 +1,15 @@
 """Counting the bytes of storages: the one witness inside the process, for real runs and for runs on fake tensors.
 
-*Takes* every operator that PyTorch dispatches in a `with` block. *Gives* the bytes alive above those at the start and
-their peak. Memory that an operator allocates and frees inside its own kernel is out of sight.
+*Takes* every operator that PyTorch dispatches in a `with` block. *Gives* the bytes alive above those at the start,
+their peak and, where asked for, each storage that was born. Memory that an operator allocates and frees inside its own
+kernel is out of sight.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,26 +19,59 @@ from torch.utils._python_dispatch import TorchDispatchMode
 REAL = (torch.Tensor, torch.nn.Parameter)
 
 
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """A storage that was born in the scope."""
+
+    operator: str
+    """The operator that returned it first."""
+    num_bytes: int
+    shape: tuple[int, ...]
+    """The shape of the first tensor in it."""
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.operator} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}, {self.num_bytes} bytes"
+
+
+_NOTHING = Birth("nothing", 0, (), torch.uint8)
+
+
 class StorageTracker(TorchDispatchMode):
     """Storages of results, each from its birth to its end; those of arguments were there before.
 
-    >>> with StorageTracker() as tracker:
+    Args:
+        kinds: The types of tensors to watch.
+        births: Keep a list of all storages that were born.
+        frees: What was there before counts when it dies, and then below zero.
+
+    >>> with StorageTracker(births=True) as tracker:
     ...     kept = torch.ones(1024)
-    ...     _ = kept + 1
-    >>> tracker.current_bytes, tracker.peak_bytes
-    (4096, 8192)
+    ...     number = (kept + 1).numel()
+    >>> tracker.current_bytes, tracker.peak_bytes, tracker.largest.operator
+    (4096, 8192, 'aten.ones.default')
     """
 
-    def __init__(self, kinds: tuple[type, ...] = REAL) -> None:
+    def __init__(self, kinds: tuple[type, ...] = REAL, *, births: bool = False, frees: bool = True) -> None:
         super().__init__()
         self.current_bytes = 0
         """Bytes alive now, above those at the start."""
         self.peak_bytes = 0
+        """The most that `current_bytes` has been."""
         self.peak_operator = ""
         """The operator that was running when the peak was reached."""
+        self.births: list[Birth] = []
+        """Every storage born in the scope, in order, if asked for."""
         self._kinds = kinds
-        self._born: dict[int, int] = {}
+        self._keeps_births = births
+        self._counts_frees = frees
+        self._known: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
+
+    @property
+    def largest(self) -> Birth:
+        """The largest storage born in the scope, if births are kept; the first of equals."""
+        return max(self.births, key=lambda birth: birth.num_bytes, default=_NOTHING)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,11 +92,15 @@ class StorageTracker(TorchDispatchMode):
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
             if operator is None:
-                return  # It was there before the scope: not counted, neither now nor when it dies.
-            self._born[key] = 0
-        if key in self._born and num_bytes != self._born[key]:
-            grown = num_bytes - self._born[key]
-            self._born[key] = num_bytes
+                if self._counts_frees:
+                    self._known[key] = num_bytes
+                return
+            self._known[key] = 0
+            if self._keeps_births:
+                self.births.append(Birth(str(operator), num_bytes, tuple(tensor.shape), tensor.dtype))
+        if key in self._known and num_bytes != self._known[key]:
+            grown = num_bytes - self._known[key]
+            self._known[key] = num_bytes
             self._grow(grown, operator)
 
     def _grow(self, num_bytes: int, operator: Any) -> None:
@@ -71,11 +110,11 @@ class StorageTracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self._watched.pop(key, None)
-        self.current_bytes -= self._born.pop(key, 0)
+        self.current_bytes -= self._known.pop(key, 0)
 
     def _tensors(self, tree: Any) -> Iterator[torch.Tensor]:
         if isinstance(tree, torch.Tensor):
-            if type(tree) in self._kinds and tree.layout == torch.strided:
+            if type(tree) in self._kinds and tree.layout == torch.strided and not tree.is_meta:
                 yield tree
         elif isinstance(tree, (list, tuple)):
             for item in tree:
@@ -86,5 +125,5 @@ class StorageTracker(TorchDispatchMode):
 
 
 def fake_tracker() -> StorageTracker:
-    """A tracker for a run on fake tensors: what the run would allocate."""
-    return StorageTracker((FakeTensor,))
+    """A tracker for a run on fake tensors: what the run would allocate; the end of a fake input frees nothing real."""
+    return StorageTracker((FakeTensor,), frees=False)

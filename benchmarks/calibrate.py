@@ -1,0 +1,520 @@
+"""Checks the formulas of `koila.planning.workspace` against the malloc hook: `python -m benchmarks.calibrate`.
+
+*Takes* calls of operators over shapes, layouts and types. *Gives* a table: what each operator allocates beyond its
+results, by measurement and by formula, the slope of the one against the other, and the worst differences.
+
+To add an operator: add its calls here, read what is measured, and write the formula that explains it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from benchmarks.witness import Watch, call_outside
+from koila.planning.workspace import num_bytes, workspace_bytes
+
+aten = torch.ops.aten
+f32, f64, bf16, f16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+RESULTS = Path(__file__).with_name("results")
+MIB = 2**20
+SLACK_BYTES = MIB // 2
+"""How far above a measurement a formula may be, besides a tenth of it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to measure."""
+
+    target: OpOverload
+    args: tuple[Any, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a call allocated beyond its results."""
+
+    operator: str
+    note: str
+    measured_bytes: int
+    formula_bytes: int
+
+    @property
+    def is_under(self) -> bool:
+        """The formula promises less than was measured; blocks below a page or so are not looked at."""
+        return self.formula_bytes + 32 * 1024 < self.measured_bytes
+
+    @property
+    def is_over(self) -> bool:
+        return self.formula_bytes > 1.1 * self.measured_bytes + SLACK_BYTES
+
+
+def read(call: Call) -> Reading:
+    """Measure a call, and ask the formula on fake tensors."""
+    call.target(*call.args)  # Libraries fill their caches.
+    gc.collect()
+    with Watch() as watch:
+        result = call.target(*call.args)
+    visible = sum(num_bytes(leaf) for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor))
+    with FakeTensorMode() as mode:
+        args = tree_map_only(torch.Tensor, mode.from_tensor, call.args)
+        fake = call.target(*args)
+        formula = workspace_bytes(call.target, args, fake)
+        visible_fake = sum(num_bytes(leaf) for leaf in tree_iter(fake) if isinstance(leaf, torch.Tensor))
+    # What fake results lack counts as hidden.
+    hidden = watch.peak_bytes - min(visible, visible_fake)
+    return Reading(str(call.target).removeprefix("aten."), call.note or describe(call.args), max(0, hidden), formula)
+
+
+def describe(args: tuple[Any, ...]) -> str:
+    """Shapes and layouts of the tensors, and the numbers."""
+
+    def one(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            layout = "" if value.is_contiguous() else " strided"
+            return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}{layout}"
+        return "" if value is None else str(value)
+
+    return ", ".join(filter(None, map(one, args)))
+
+
+# The calls, one generator for each family.
+
+
+def _randn(*shape: int, dtype: torch.dtype = f32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def _conv(
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    dtype: torch.dtype = f32,
+    transposed: bool = False,
+    layout: torch.memory_format = torch.contiguous_format,
+) -> Iterator[Call]:
+    """The forward and the gradients of a convolution."""
+    num = len(shape) - 2
+    x, w = _randn(*shape, dtype=dtype).to(memory_format=layout), _randn(*weight, dtype=dtype).to(memory_format=layout)
+    outputs = weight[1] * groups if transposed else weight[0]
+    how = ([stride] * num, [padding] * num, [dilation] * num, transposed, [0] * num, groups)
+    note = f"{list(shape)} * {list(weight)} stride {stride} dilation {dilation} groups {groups}"
+    note += f" {str(dtype).removeprefix('torch.')}{' transposed' * transposed}"
+    note += "" if layout == torch.contiguous_format else " channels last"
+    yield Call(aten.convolution.default, (x, w, _randn(outputs, dtype=dtype), *how), note)
+    gradient = torch.randn_like(aten.convolution(x, w, None, *how))
+    for mask in ([True, False, False], [False, True, False], [True, True, True]):
+        wanted = " ".join(name for name, asked in zip(("x", "w", "b"), mask, strict=True) if asked)
+        yield Call(
+            aten.convolution_backward.default, (gradient, x, w, [outputs], *how, mask), f"{note}, gradient of {wanted}"
+        )
+
+
+def convolutions() -> Iterator[Call]:
+    for samples in (1, 2, 8):
+        yield from _conv((samples, 64, 32, 32), (64, 64, 3, 3), 1, 1)
+    yield from _conv((8, 32, 32, 32), (128, 32, 3, 3), 1, 1)
+    yield from _conv((8, 128, 32, 32), (32, 128, 3, 3), 1, 1)
+    yield from _conv((8, 3, 64, 64), (64, 3, 7, 7), 2, 3)
+    yield from _conv((8, 3, 64, 64), (60, 3, 3, 3), 1, 1)
+    yield from _conv((8, 1, 64, 64), (32, 1, 3, 3), 1, 1)
+    yield from _conv((8, 4, 64, 64), (32, 4, 3, 3), 1, 1)
+    yield from _conv((8, 12, 64, 64), (20, 12, 3, 3), 1, 1)
+    yield from _conv((8, 3, 64, 64), (96, 3, 16, 16), 16)
+    yield from _conv((8, 64, 32, 32), (256, 64, 1, 1))
+    yield from _conv((16, 64, 32, 32), (256, 64, 1, 1))
+    yield from _conv((16, 256, 32, 32), (64, 256, 1, 1), 2)
+    yield from _conv((8, 128, 32, 32), (256, 128, 1, 1), 2)
+    yield from _conv((8, 64, 32, 32), (128, 64, 3, 3), 2, 1)
+    yield from _conv((8, 512, 7, 7), (512, 512, 3, 3), 1, 1)
+    yield from _conv((2, 64, 32, 32), (64, 64, 4, 4), 2, 1)
+    yield from _conv((1, 16, 16, 16), (64, 16, 3, 3), 1, 1)
+    for outputs in (32, 64, 128):
+        yield from _conv((8, 64, 32, 32), (outputs, 64, 3, 3), 1, 2, 2)
+    yield from _conv((8, 64, 32, 32), (64, 1, 3, 3), 1, 1, groups=64)
+    yield from _conv((8, 60, 32, 32), (60, 1, 3, 3), 1, 1, groups=60)
+    yield from _conv((8, 64, 32, 32), (64, 16, 3, 3), 1, 1, groups=4)
+    yield from _conv((8, 48, 32, 32), (96, 24, 3, 3), 2, 1, groups=2)
+    yield from _conv((8, 64, 32, 32), (64, 64, 3, 3), 1, 1, layout=torch.channels_last)
+    yield from _conv((8, 256, 512), (256, 256, 3), 1, 1)
+    yield from _conv((8, 256, 512), (512, 256, 5), 2, 2)
+    yield from _conv((8, 256, 512), (256, 1, 4), 1, 3, groups=256)
+    yield from _conv((8, 256, 512), (256, 256, 3), 1, 2, 2)
+    yield from _conv((4, 32, 16, 16, 16), (32, 32, 3, 3, 3), 1, 1)
+    yield from _conv((1, 32, 16, 16, 16), (32, 32, 3, 3, 3), 1, 1)
+    yield from _conv((8, 128, 16, 16), (128, 64, 2, 2), 2, transposed=True)
+    yield from _conv((8, 64, 32, 32), (64, 32, 4, 4), 2, 1, transposed=True)
+    yield from _conv((8, 32, 32, 32), (32, 64, 3, 3), 1, 1, transposed=True)
+    yield from _conv((1, 64, 16, 16), (64, 32, 2, 2), 2, transposed=True)
+
+
+def convolutions_without_onednn() -> Iterator[Call]:
+    for dtype in (f64, bf16):
+        yield from _conv((8, 64, 32, 32), (16, 64, 3, 3), 1, 1, dtype=dtype)
+        yield from _conv((8, 64, 32, 32), (24, 64, 3, 3), 2, 1, dtype=dtype)
+        yield from _conv((8, 64, 32, 32), (64, 16, 3, 3), 1, 1, groups=4, dtype=dtype)
+        yield from _conv((8, 64, 32, 32), (64, 1, 3, 3), 1, 1, groups=64, dtype=dtype)
+        yield from _conv((8, 64, 32, 32), (32, 64, 1, 1), dtype=dtype)
+        yield from _conv((8, 64, 32, 32), (16, 64, 3, 3), 1, 2, 2, dtype=dtype)
+        yield from _conv((8, 16, 32, 32), (16, 64, 2, 2), 2, transposed=True, dtype=dtype)
+
+
+def products() -> Iterator[Call]:
+    for dtype in (f32, bf16, f16):
+        for rows, inner, columns in ((1024, 64, 1024), (1024, 512, 128), (64, 2048, 128)):
+            a, b = _randn(rows, inner, dtype=dtype), _randn(inner, columns, dtype=dtype)
+            turned_a, turned_b = a.t().contiguous().t(), b.t().contiguous().t()
+            strided_a, strided_b = _randn(rows, 2 * inner, dtype=dtype)[:, ::2], torch.cat([b, b], 1)[:, ::2]
+            expanded = a[:, :1].expand(rows, inner)
+            bias = _randn(columns, dtype=dtype)
+            pairs = {
+                "n n": (a, b),
+                "t n": (turned_a, b),
+                "n t": (a, turned_b),
+                "t t": (turned_a, turned_b),
+                "strided n": (strided_a, b),
+                "n strided": (a, strided_b),
+                "expanded n": (expanded, b),
+            }
+            for layout, pair in pairs.items():
+                note = f"{rows}×{inner} @ {inner}×{columns} {layout} {str(dtype).removeprefix('torch.')}"
+                yield Call(aten.mm.default, pair, note)
+                yield Call(aten.addmm.default, (bias, *pair), note)
+        for batch, rows, inner, columns in ((4, 512, 16, 512), (8, 256, 32, 256)):
+            a, b = _randn(batch, rows, inner, dtype=dtype), _randn(batch, inner, columns, dtype=dtype)
+            turned_a, turned_b = a.mT.contiguous().mT, b.mT.contiguous().mT
+            strided = torch.cat([a, a], 2)[..., ::2]
+            permuted = a.transpose(0, 1).contiguous().transpose(0, 1)
+            for pair in ((a, b), (turned_a, b), (a, turned_b), (turned_a, turned_b), (strided, b), (permuted, b)):
+                yield Call(aten.bmm.default, pair)
+
+
+def attention() -> Iterator[Call]:
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    sizes = [(4, 8, 256, 256, 32), (4, 8, 512, 512, 32), (4, 8, 256, 1024, 32), (4, 8, 1024, 256, 32)]
+    sizes += [(4, 8, 768, 768, 64), (2, 8, 64, 64, 64), (8, 12, 197, 197, 64)]
+    for dtype in (f32, bf16):
+        for batch, heads, queries, keys, head in sizes:
+            q = _randn(batch, heads, queries, head, dtype=dtype)
+            k, v = (_randn(batch, heads, keys, head, dtype=dtype) for _ in range(2))
+            out, scale = forward(q, k, v, 0.0, False)
+            yield Call(forward, (q, k, v, 0.0, queries == keys))
+            yield Call(backward, (out, q, k, v, out, scale, 0.0, queries == keys))
+
+
+def recurrent() -> Iterator[Call]:
+    for length, batch, width, hidden in (
+        (64, 32, 64, 128),
+        (128, 32, 64, 128),
+        (64, 32, 256, 128),
+        (64, 32, 64, 256),
+        (32, 16, 256, 256),
+        (64, 1, 256, 256),
+        (256, 8, 128, 128),
+    ):
+        x, h = _randn(length, batch, width), _randn(batch, hidden)
+        weights = (_randn(4 * hidden, width), _randn(4 * hidden, hidden), _randn(4 * hidden), _randn(4 * hidden))
+        how = (2, hidden, 1, True, False, False)
+        note = f"LSTM {length} steps, batch {batch}, {width} to {hidden}"
+        for train in (False, True):
+            yield Call(
+                aten.mkldnn_rnn_layer.default, (x, *weights, h, h, False, [], *how, train), note + " train" * train
+            )
+        y, hy, cy, workspace = aten.mkldnn_rnn_layer(x, *weights, h, h, False, [], *how, True)
+        for gradient in (y, y.transpose(0, 1).contiguous().transpose(0, 1)):
+            given = (y, hy, cy, gradient, hy, cy, False, 2, hidden, 1, True, True, False, [], False, workspace)
+            yield Call(aten.mkldnn_rnn_layer_backward.default, (x, *weights, h, h, *given), note)
+
+
+def norms() -> Iterator[Call]:
+    for dtype in (f32, bf16):
+        for x in (_randn(64, 512, 128, dtype=dtype), _randn(512, 64, 128, dtype=dtype).transpose(0, 1)):
+            w = _randn(128, dtype=dtype)
+            y, mean, scale = aten.native_layer_norm(x, [128], w, w, 1e-5)
+            yield Call(aten.native_layer_norm.default, (x, [128], w, w, 1e-5))
+            for gradient in (torch.randn_like(y), x):
+                args = (gradient, x, [128], mean, scale, w, w, [True, True, True])
+                yield Call(aten.native_layer_norm_backward.default, args)
+        x, w = _randn(64, 65536, dtype=dtype), _randn(65536, dtype=dtype)
+        y, mean, scale = aten.native_layer_norm(x, [65536], w, w, 1e-5)
+        args = (y, x, [65536], mean, scale, w, w, [True, True, True])
+        yield Call(aten.native_layer_norm_backward.default, args)
+        yield Call(aten._fused_rms_norm.default, (x, [65536], w, 1e-5))
+        x, w = _randn(8, 64, 64, 64, dtype=dtype), _randn(64, dtype=dtype)
+        y, mean, scale = aten.native_group_norm(x, w, w, 8, 64, 4096, 8, 1e-5)
+        yield Call(aten.native_group_norm.default, (x, w, w, 8, 64, 4096, 8, 1e-5))
+        yield Call(aten.native_group_norm_backward.default, (y, x, mean, scale, w, 8, 64, 4096, 8, [True] * 3))
+        y, mean, scale = aten.native_batch_norm(x, w, w, None, None, True, 0.1, 1e-5)
+        yield Call(aten.native_batch_norm.default, (x, w, w, None, None, True, 0.1, 1e-5))
+        for gradient in (y, y.mT):
+            args = (gradient, x, w, None, None, mean, scale, True, 1e-5, [True, True, True])
+            yield Call(aten.native_batch_norm_backward.default, args)
+
+
+def softmaxes() -> Iterator[Call]:
+    for dtype in (f32, bf16):
+        for x in (_randn(512, 4096, dtype=dtype), _randn(4096, 512, dtype=dtype).t()):
+            for dim in (0, 1):
+                for target in (aten._softmax.default, aten._log_softmax.default):
+                    yield Call(target, (x, dim, False))
+                for target in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
+                    yield Call(target, (x, x, dim, dtype))
+            yield Call(aten.logsumexp.default, (x, [1]))
+
+
+def reductions() -> Iterator[Call]:
+    for dtype in (f32, bf16):
+        x, y = _randn(512, 4096, dtype=dtype), _randn(64, 32, 16, 64, dtype=dtype)
+        for dim in ([0], [1], [0, 1]):
+            yield Call(aten.sum.dim_IntList, (x, dim))
+            yield Call(aten.mean.dim, (x, dim))
+        for dim in ([0, 2], [2, 3], [1, 3], [0, 1, 3], [0, 2, 3]):
+            yield Call(aten.sum.dim_IntList, (y, dim))
+        yield Call(aten.sum.dim_IntList, (y.transpose(0, 1), [0, 1]))
+        for target in (aten.sum.default, aten.mean.default, aten.any.default, aten.linalg_vector_norm.default):
+            yield Call(target, (x,))
+        yield Call(aten.amax.default, (x, [0]))
+        yield Call(aten.var_mean.correction, (y, [0, 2, 3]))
+        yield Call(aten.argmax.default, (x, 1))
+        yield Call(aten.cumsum.default, (x, 1))
+        yield Call(aten.sort.default, (x, 1))
+        yield Call(aten.topk.default, (x, 5, 1))
+        yield Call(aten.kthvalue.default, (x, 5, 1))
+        yield Call(aten.median.dim, (x, 1))
+    mask = _randn(512, 4096) > 0
+    yield Call(aten.sum.default, (mask,))
+    yield Call(aten.sum.dim_IntList, (mask, [1]))
+    yield Call(aten.cumsum.default, (mask, 1))
+    yield Call(aten.any.default, (mask,))
+
+
+def images() -> Iterator[Call]:
+    for dtype in (f32, bf16):
+        x = _randn(8, 64, 64, 64, dtype=dtype)
+        large = _randn(8, 64, 128, 128, dtype=dtype)
+        last = x.to(memory_format=torch.channels_last)
+        for image in (x, x.mT, last):
+            yield Call(aten.max_pool2d_with_indices.default, (image, [2, 2], [2, 2]))
+            yield Call(aten.avg_pool2d.default, (image, [2, 2]))
+            yield Call(aten._adaptive_avg_pool2d.default, (image, [2, 2]))
+            yield Call(aten.upsample_nearest2d.default, (image, [128, 128]))
+            yield Call(aten.upsample_bilinear2d.default, (image, [128, 128], False))
+            yield Call(aten.upsample_nearest2d_backward.default, (image, [64, 64], [8, 64, 32, 32]))
+            yield Call(aten.upsample_bilinear2d_backward.default, (image, [64, 64], [8, 64, 32, 32], False))
+            yield Call(aten.avg_pool2d_backward.default, (image, large, [2, 2], [2, 2], [0, 0], False, True, None))
+        indices = aten.max_pool2d_with_indices(large, [2, 2], [2, 2])[1]
+        for image in (x, x.mT):
+            args = (image, large, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
+            yield Call(aten.max_pool2d_with_indices_backward.default, args)
+
+
+def indexing() -> Iterator[Call]:
+    rows = torch.randint(0, 512, (1000,))
+    for dtype in (f32, bf16):
+        x, values = _randn(512, 4096, dtype=dtype), _randn(1000, 4096, dtype=dtype)
+        tokens, gradient = torch.randint(0, 1000, (64, 256)), _randn(64, 256, 256, dtype=dtype)
+        yield Call(aten.embedding.default, (_randn(1000, 256, dtype=dtype), tokens))
+        for given in (gradient, gradient.mT):
+            yield Call(aten.embedding_dense_backward.default, (given, tokens, 1000, -1, False))
+        yield Call(aten.index.Tensor, (x, [rows]))
+        for accumulate in (False, True):
+            yield Call(aten.index_put.default, (x, [rows], values, accumulate))
+        yield Call(aten.index_add.default, (x, 0, rows, values))
+        yield Call(aten.gather.default, (x, 1, torch.zeros(512, 8, dtype=torch.long)))
+        yield Call(aten.scatter_add.default, (x, 1, torch.zeros(512, 64, dtype=torch.long), x))
+        yield Call(aten.cat.default, ([x, x], 1))
+        yield Call(aten.nll_loss_forward.default, (x, torch.zeros(512, dtype=torch.long), None, 1, -100))
+
+
+def pointwise() -> Iterator[Call]:
+    x, half = _randn(512, 4096), _randn(512, 4096, dtype=bf16)
+    mask, number = x > 0, torch.ones(512, 4096, dtype=torch.long)
+    for a, b in ((x, half), (half, x), (mask, x), (number, x), (x, number[:, :1]), (x, x), (half[:1], x)):
+        yield Call(aten.mul.Tensor, (a, b))
+        yield Call(aten.add.Tensor, (a, b))
+        yield Call(aten.lt.Tensor, (a, b))
+        yield Call(aten.where.self, (mask, a, b))
+    yield Call(aten.div.Tensor, (number, number))
+    yield Call(aten.sqrt.default, (number,))
+    yield Call(aten.mul.Tensor, (number, 0.5))
+    for source in (x, half):
+        yield Call(aten._to_copy.default, (source.t(),))
+        yield Call(aten.clone.default, (source.t(),))
+        yield Call(aten.masked_fill.Scalar, (source, mask, 0.0))
+        yield Call(aten.gelu.default, (source,))
+        yield Call(aten.gelu_backward.default, (source, source))
+        yield Call(aten.silu_backward.default, (source, source))
+        yield Call(aten.native_dropout.default, (source, 0.1, True))
+        target = torch.rand_like(source)
+        yield Call(aten.mse_loss.default, (source, target))
+        yield Call(aten.smooth_l1_loss.default, (source, target))
+        yield Call(aten.huber_loss.default, (source, target))
+        yield Call(aten.binary_cross_entropy_with_logits.default, (source, target))
+        yield Call(aten.binary_cross_entropy.default, (target, target))
+        yield Call(aten.mse_loss.default, (source, target, 0))
+
+
+def transforms() -> Iterator[Call]:
+    x = _randn(256, 4096)
+    yield Call(aten._fft_r2c.default, (x, [1], 0, True))
+    yield Call(aten._fft_r2c.default, (x, [0, 1], 0, True))
+    c = aten._fft_r2c(x, [1], 0, True)
+    yield Call(aten._fft_c2c.default, (c, [1], 0, True))
+    yield Call(aten._fft_c2r.default, (c, [1], 0, 4096))
+    yield Call(aten._fft_c2r.default, (c, [0, 1], 0, 4096))
+    for size in (256, 768):
+        m = _randn(size, size)
+        positive = m @ m.t() + 2 * size * torch.eye(size)
+        yield Call(aten.linalg_inv_ex.default, (m,))
+        yield Call(aten.linalg_cholesky_ex.default, (positive,))
+        yield Call(aten._linalg_eigh.default, (positive,))
+        yield Call(aten._linalg_svd.default, (m,))
+        yield Call(aten.linalg_qr.default, (m,))
+        yield Call(aten.linalg_lu_factor_ex.default, (m,))
+        yield Call(aten._linalg_solve_ex.default, (m, m))
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
+    family.__name__: family
+    for family in (
+        convolutions,
+        convolutions_without_onednn,
+        products,
+        attention,
+        recurrent,
+        norms,
+        softmaxes,
+        reductions,
+        images,
+        indexing,
+        pointwise,
+        transforms,
+    )
+}
+
+FORMULAS = {
+    "convolution.default": "blocked copies of x, w and the result; without oneDNN the unfolded batch",
+    "convolution_backward.default": "for x: blocked gradient, w, gradient of x (3 × x when strided); for w: blocked x "
+    "and gradient; without oneDNN the unfolded batch",
+    "mm.default": "copies of strided operands; half precision with the first transposed: 4 bytes × result",
+    "addmm.default": "as mm",
+    "bmm.default": "as mm, for one matrix",
+    "_scaled_dot_product_flash_attention_for_cpu.default": "threads × block of queries × (block of keys + head)",
+    "_scaled_dot_product_flash_attention_for_cpu_backward.default": "query + threads × two blocks",
+    "mkldnn_rnn_layer.default": "1.035 × gates of all steps + weights (+ the saved workspace that fakes lack)",
+    "mkldnn_rnn_layer_backward.default": "1.02 × gates of all steps + 2 × weights + copy of a strided gradient",
+    "native_layer_norm.default": "copy of a strided x",
+    "native_layer_norm_backward.default": "copies of a strided x and gradient + threads × 2 × w",
+    "native_batch_norm_backward.default": "x, where gradient and x are contiguous",
+    "_softmax.default": "copy of a strided x",
+    "_log_softmax.default": "copy of a strided x",
+    "_softmax_backward_data.default": "copies of strided operands",
+    "_log_softmax_backward_data.default": "copies of strided operands",
+    "_fused_rms_norm.default": "x",
+    "logsumexp.default": "x",
+    "sum.default": "x in the result's type, if cast",
+    "sum.dim_IntList": "x in the result's type, if cast; half precision over separate dimensions: x in float32",
+    "mean.default": "half precision: x in float32",
+    "mean.dim": "half precision: x in float32",
+    "any.default": "x as bytes",
+    "cumsum.default": "x in the result's type, if cast",
+    "kthvalue.default": "x and its indices",
+    "native_dropout.default": "x",
+    "mse_loss.default": "2 × x, one of which the result retains; half precision 4 × x",
+    "smooth_l1_loss.default": "as mse_loss",
+    "huber_loss.default": "x; half precision 3 × x",
+    "binary_cross_entropy.default": "x, which the result retains; half precision 3 × x",
+    "binary_cross_entropy_with_logits.default": "2 × x; half precision 4 × x",
+    "linalg_inv_ex.default": "x",
+    "_linalg_eigh.default": "2 × x",
+    "_linalg_svd.default": "4 × x",
+    "_fft_c2r.default": "x, for more than one dimension",
+    **dict.fromkeys(("mul.Tensor", "add.Tensor", "lt.Tensor", "div.Tensor", "where.self", "sqrt.default"), "casts"),
+    **dict.fromkeys(("embedding_dense_backward.default", "median.dim"), "copy of a strided x"),
+}
+
+
+def measure(families: list[str]) -> list[dict[str, Any]]:
+    """Readings of families; runs under the hook."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found = []
+    for family in families:
+        started = time.perf_counter()
+        found += [asdict(read(call)) for call in FAMILIES[family]()]
+        print(f"{family}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    return found
+
+
+def readings(families: list[str]) -> list[Reading]:
+    """Readings of families, from a subprocess."""
+    return [Reading(**row) for row in call_outside("benchmarks.calibrate:measure", families)]
+
+
+def slope(found: list[Reading]) -> float | None:
+    """Least squares of what was measured against the formula, through the origin."""
+    squares = sum(reading.formula_bytes**2 for reading in found)
+    products = sum(reading.measured_bytes * reading.formula_bytes for reading in found)
+    return products / squares if squares > MIB**2 else None
+
+
+def table(found: list[Reading]) -> str:
+    """One line for each operator."""
+    lines = [
+        "| operator | calls | formula | slope | most measured MiB | worst under MiB | worst over MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    by_operator: dict[str, list[Reading]] = {}
+    for reading in found:
+        by_operator.setdefault(reading.operator, []).append(reading)
+    for operator, own in by_operator.items():
+        fitted = slope(own)
+        most = max(reading.measured_bytes for reading in own) / MIB
+        under = max(reading.measured_bytes - reading.formula_bytes for reading in own) / MIB
+        over = max(reading.formula_bytes - reading.measured_bytes for reading in own) / MIB
+        text = FORMULAS.get(operator, "copies of strided images" if over > 1 or most > 1 else "none")
+        lines.append(
+            f"| {operator} | {len(own)} | {text} | {'' if fitted is None else f'{fitted:.2f}'} | {most:.2f} "
+            f"| {max(0.0, under):.2f} | {max(0.0, over):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.calibrate", description=__doc__)
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all of them without a name")
+    parser.add_argument("--all", action="store_true", help="print every reading")
+    arguments = parser.parse_args()
+    found = readings(arguments.families or list(FAMILIES))
+    text = table(found)
+    print(text)
+    for reading in found:
+        if arguments.all or reading.is_under or reading.is_over:
+            verdict = "UNDER" if reading.is_under else "OVER" if reading.is_over else "ok"
+            sizes = f"measured {reading.measured_bytes / MIB:.2f}, formula {reading.formula_bytes / MIB:.2f} MiB"
+            print(f"{verdict}: {reading.operator} {reading.note}: {sizes}")
+    if not arguments.families:
+        RESULTS.mkdir(exist_ok=True)
+        capability = torch.backends.cpu.get_cpu_capability()
+        head = f"# Workspaces, torch {torch.__version__}, {capability}, one thread\n\nAbove: `{parser.prog}`.\n\n"
+        (RESULTS / "workspace.md").write_text(head.replace("Above:", "Written by") + text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

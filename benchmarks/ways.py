@@ -1,0 +1,266 @@
+"""Ways to run the step of a program: eager, koila inside a budget, and what users do by hand.
+
+*Takes* a `Program` and a `Way`. *Gives* the step as a function, its peaks by both witnesses, and its gradients.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import koila
+from benchmarks.programs import Program, make
+from benchmarks.witness import Watch
+from koila.execution.tracker import StorageTracker
+from koila.planning.workspace import workspace_bytes
+
+Step = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step runs: a kind and its number, a budget in bytes or a size."""
+
+    kind: str
+    number: float | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "koila":
+            return f"koila {(self.number or 0) / 2**20:.1f} MiB"
+        return self.kind if self.number is None else f"{self.kind} {self.number:g}"
+
+
+def peers(program: Program, compiled: bool) -> list[Way]:
+    """What users can do by hand to a program, exactly."""
+    found: list[Way] = []
+    if program.weight is not None:
+        sizes = {max(1, program.num_samples // part) for part in (2, 4)} | {1}
+        found += [Way("micro-batch", size) for size in sorted(sizes, reverse=True) if size < program.num_samples]
+    if program.blocks and program.is_training:
+        found.append(Way("checkpoint"))
+    if program.fused_loss is not None:
+        found += [Way("linear_cross_entropy"), Way("linear_cross_entropy", 256)]
+    if compiled and program.is_training:
+        found += [Way("compile", 1.0), Way("compile", 0.5)]
+    return found
+
+
+def step_of(program: Program, way: Way) -> Step:
+    """The step, forward and backward; it returns the loss or the output."""
+    if way.kind == "koila":
+        return lambda: _koila(program, int(way.number or 0))
+    if way.kind == "micro-batch":
+        return lambda: _micro_batches(program, int(way.number or 1))
+    if way.kind == "linear_cross_entropy":
+        size = None if way.number is None else int(way.number)
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=size)
+        fused = program.fused_loss
+        assert fused is not None
+        return lambda: _backward(program, fused(program.batch, options))
+    if way.kind == "compile":
+        return _compiled(program, way.number or 1.0)
+    if way.kind == "checkpoint":
+        return lambda: _checkpointed(program)
+    return lambda: _backward(program, program.step(program.batch))
+
+
+def _backward(program: Program, loss: torch.Tensor) -> torch.Tensor:
+    if program.is_training:
+        loss.backward()
+    return loss
+
+
+def _koila(program: Program, allowed_bytes: int) -> torch.Tensor:
+    batch = koila.lazy(*program.batch, budget=allowed_bytes)
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    result = program.step(batch)
+    if program.is_training:
+        result.backward()
+        return result
+    return koila.run(result)
+
+
+def _micro_batches(program: Program, size: int) -> torch.Tensor:
+    assert program.weight is not None
+    total, results = program.weight(program.batch), []
+    for start in range(0, program.num_samples, size):
+        batch = program.chunk(start, start + size)
+        result = program.step(batch)
+        if program.is_training:
+            result = result * (program.weight(batch) / total)
+            result.backward()
+        results.append(result.detach())
+        del result
+    return torch.stack(results).sum() if program.is_training else torch.cat(results)
+
+
+@contextmanager
+def _checkpoints(blocks: list[torch.nn.Module]) -> Iterator[None]:
+    def wrapped(forward: Any) -> Any:
+        return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    for block in blocks:
+        block.forward = wrapped(block.forward)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def _checkpointed(program: Program) -> torch.Tensor:
+    with _checkpoints(program.blocks):
+        return _backward(program, program.step(program.batch))
+
+
+def _compiled(program: Program, share: float) -> Step:
+    torch._functorch.config.activation_memory_budget = share
+    compiled = torch.compile(program.step)
+    return lambda: _backward(program, compiled(program.batch))
+
+
+# Measuring, in a subprocess.
+
+
+class HiddenBytes(TorchDispatchMode):
+    """What each operator allocates beyond its results, and what the table of workspaces says of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most: dict[str, tuple[int, int]] = {}
+        """Operator → (measured, by the table) of the call where they are furthest apart."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with Watch() as watch:
+            result = func(*args, **(kwargs or {}))
+        hidden = watch.peak_bytes - max(0, watch.kept_bytes)
+        formula = workspace_bytes(func, args, result, kwargs)
+        known = self.most.get(str(func), (0, 0))
+        if hidden - formula > known[0] - known[1]:
+            self.most[str(func)] = hidden, formula
+        return result
+
+    def __str__(self) -> str:
+        apart = sorted(self.most.items(), key=lambda item: item[1][1] - item[1][0])
+        large = [(name, pair) for name, pair in apart if pair[0] - pair[1] > 64 * 1024][:4]
+        return ", ".join(f"{name} {a / 2**20:.2f} MiB (table {b / 2**20:.2f})" for name, (a, b) in large)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A budget that was refused before anything ran."""
+
+    needed_bytes: int
+    is_clean: bool
+    """No gradient and no running statistic changed."""
+    message: str
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a step allocated above the state before it, and how far its gradients are from eager's."""
+
+    outside_bytes: int
+    inside_bytes: int
+    projected_bytes: int | None
+    difference: float
+    """‖a − b‖ / ‖b‖ over all gradients, or over the output."""
+    worst_difference: float
+    """The same for the worst tensor whose norm is at least a thousandth of all."""
+
+
+class Subject:
+    """A program in this process, with eager's gradients to compare with."""
+
+    def __init__(self, name: str) -> None:
+        torch.set_num_threads(1)
+        self.program = make(name)
+        self.expected = self._numbers(step_of(self.program, Way("eager")))
+
+    def peaks(self, way: Way) -> Peaks | Refusal:
+        """Measure a way; the first step fills caches and is not measured."""
+        step = step_of(self.program, way)
+        self.reset()
+        buffers = [buffer.clone() for buffer in self._statistics()]
+        try:
+            difference, worst = self._differences(self._numbers(step))
+        except koila.BudgetError as error:
+            # Generators stand where eager's would: random numbers are drawn when a call is recorded.
+            clean = not self.program.gradients()
+            pairs = zip(buffers, self._statistics(), strict=True)
+            return Refusal(error.needed_bytes, clean and all(torch.equal(*pair) for pair in pairs), str(error))
+        self.reset()
+        with Watch() as watch:
+            kept = step()
+        del kept
+        self.reset()
+        with StorageTracker() as tracker:
+            kept = step()
+        del kept
+        projected = getattr(self._report(), "projected_bytes", None) if way.kind == "koila" else None
+        return Peaks(watch.peak_bytes, tracker.peak_bytes, projected, difference, worst)
+
+    def hidden(self, way: Way) -> str:
+        """The operators of a step that allocate more than the table of workspaces says."""
+        self.reset()
+        with HiddenBytes() as found:
+            step_of(self.program, way)()
+        return str(found) or "nothing"
+
+    def reset(self) -> None:
+        """The state before every step."""
+        self.program.zero_grad()
+        gc.collect()
+        torch.manual_seed(1)
+
+    def _numbers(self, step: Step) -> list[torch.Tensor]:
+        self.reset()
+        result = step()
+        return [gradient.clone() for gradient in self.program.gradients()] or [result.detach().clone()]
+
+    def _statistics(self) -> list[torch.Tensor]:
+        """Running statistics; the number of batches is counted by the module itself, before anything is lazy."""
+        return [buffer for buffer in self.program.model.buffers() if buffer.is_floating_point()]
+
+    def _report(self) -> Any:
+        report = getattr(koila, "last_report", None)
+        return None if report is None else report()
+
+    def _differences(self, found: list[torch.Tensor]) -> tuple[float, float]:
+        pairs = list(zip(found, self.expected, strict=True))
+        distances = [float((a.double() - b.double()).norm()) for a, b in pairs]
+        norms = [float(b.double().norm()) for _, b in pairs]
+        total = sum(norm**2 for norm in norms) ** 0.5
+        worst = max(d / norm for d, norm in zip(distances, norms, strict=True) if norm > 1e-3 * total)
+        return sum(distance**2 for distance in distances) ** 0.5 / total, worst
+
+
+def time_ratios(name: str, ways: list[Way], rounds: int) -> dict[str, tuple[float, float]]:
+    """Median seconds of each way and of their ratios to eager's step of the same round, interleaved."""
+    subject = Subject(name)
+    steps = {str(way): step_of(subject.program, way) for way in (Way("eager"), *ways)}
+    seconds: dict[str, list[float]] = {way: [] for way in steps}
+    for number in range(rounds + 1):
+        for way, step in steps.items():
+            subject.reset()
+            started = time.perf_counter()
+            result = step()
+            taken = time.perf_counter() - started
+            del result
+            if number:  # The first round plans and fills caches.
+                seconds[way].append(taken)
+    eager = seconds["eager"]
+    return {
+        way: (median(own), median(mine / theirs for mine, theirs in zip(own, eager, strict=True)))
+        for way, own in seconds.items()
+    }
