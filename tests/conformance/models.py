@@ -15,7 +15,7 @@ import transformers
 from tests.conformance.architectures import ARCHITECTURES, Architecture
 from tests.conformance.choice import Cut, cut_along
 from tests.conformance.trees import tensors_of
-from tests.conformance.trial import SEED, Program, Trial
+from tests.conformance.trial import Program, Trial, seed
 
 DTYPES = (torch.float32,)
 SPLIT_DTYPES = (torch.float64,)
@@ -54,7 +54,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _program(architecture: Architecture, dtype: torch.dtype) -> Program:
-    torch.manual_seed(SEED)
+    seed()
     model = architecture.model().train().to(dtype)
     if dtype == torch.float64 and architecture.kind == "mixture of experts":
         model.set_experts_implementation("batched_mm")  # torch's grouped matmul has no float64.

@@ -1,14 +1,25 @@
 """The conformance runner: torch's own databases and real architectures, through koila.
 
     python -m tests.conformance.run ops|modules|models [--chunk 1,2,uneven] [--full] [--only NAME] [--limit-seconds N]
+                                                       [--record FOLDER]
 
-Prints one line per suite and its lists; with `--full` also writes them to tests/results.
+Prints one line per suite and its lists; with `--full` also writes them to tests/results. With `--record` each entry is
+written to a folder as soon as it is done: the same command, started several times, shares the work, and a run that was
+stopped goes on from there.
+
+What *fell back* means: in some trial of the entry something was materialised, or run eagerly in the middle, without
+the program asking for it. Two lists stand apart from it. A call whose result has a shape that depends on data can only
+run (fake tensors refuse it for that reason, which is checked). An in-place call on a real input must run at once: the
+user's own tensor changes, and eager code sees it from the next line on (Rule 5); a pending write would be missed by
+numpy, by a view or by a second reference. So every in-place variant is tried twice: on a lazy value (a copy of the
+input, as inside a program), which counts like everything else, and, where eager allows it, on the input itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import gc
 import importlib
 import sys
 import time
@@ -18,7 +29,9 @@ from pathlib import Path
 
 import torch
 
+from tests.conformance.record import Outcome, Record, commit
 from tests.conformance.report import Suite
+from tests.conformance.sharing import share_traces
 from tests.conformance.trial import Trial, Verdict, check_split, check_whole, chunk_sizes, reference_of
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -46,31 +59,33 @@ def split_verdicts(trial: Trial, cuts: Iterable[tuple[int, tuple[int | None, ...
 class Runner:
     """Goes through the entries of one suite."""
 
-    def __init__(
-        self, suite: Suite, chunks: Sequence[str], limit_seconds: float, trial_seconds: float, verbose: bool = True
-    ) -> None:
-        self.suite, self.chunks, self.verbose = suite, chunks, verbose
+    def __init__(self, chunks: Sequence[str], limit_seconds: float, trial_seconds: float, verbose: bool = True) -> None:
+        self.chunks, self.verbose = chunks, verbose
         self.limit_seconds, self.trial_seconds = limit_seconds, trial_seconds
+        self.commit = commit()
 
-    def entry(self, name: str, trials: Iterable[Trial], cuts: object) -> None:
+    def entry(self, name: str, trials: Iterable[Trial], cuts: object) -> Outcome:
         """All trials of an entry, within its time."""
-        started, verdicts = time.perf_counter(), self.suite.verdicts[name]
+        started, outcome = time.perf_counter(), Outcome(commit=self.commit)
+        verdicts = outcome.verdicts
         number = 0
         try:
             for number, trial in enumerate(trials):
                 if time.perf_counter() - started > self.limit_seconds:
-                    self.suite.cut_short[name] = f"{number} trials in {self.limit_seconds:.0f} s"
+                    outcome.cut_short = f"{number} trials in {self.limit_seconds:.0f} s"
                     break
                 if self.chunks:
                     verdicts += split_verdicts(trial, cuts(trial), self.chunks, self.trial_seconds)  # type: ignore[operator]
                 else:
                     verdicts.append(check_whole(trial, self.trial_seconds))
         except Exception as error:
-            self.suite.apart[name] = f"the database raises {type(error).__name__}: {str(error)[:100]}"
-        if not verdicts:
-            self.suite.apart.setdefault(name, "no samples" if number == 0 else "no dimension to cut")
+            outcome.apart = f"the database raises {type(error).__name__}: {str(error)[:100]}"
+        if not verdicts and outcome.apart is None:
+            outcome.apart = "no samples" if number == 0 else "no dimension to cut"
+        outcome.seconds = time.perf_counter() - started
         if self.verbose:
-            self._progress(name, verdicts, time.perf_counter() - started)
+            self._progress(name, verdicts, outcome.seconds)
+        return outcome
 
     def _progress(self, name: str, verdicts: list[Verdict], seconds: float) -> None:
         wrong = next((verdict for verdict in verdicts if verdict.wrong), None)
@@ -80,23 +95,42 @@ class Runner:
 
 
 def run_suite(name: str, chunks: Sequence[str] = (), full: bool = False, only: str | None = None,
-              limit_seconds: float = 600.0, keep: object = None, verbose: bool = True) -> Suite:  # fmt: skip
-    """Run a suite; `keep` chooses entries by name."""
+              limit_seconds: float = 600.0, keep: object = None, verbose: bool = True,
+              folder: Path | None = None) -> Suite | None:  # fmt: skip
+    """Run a suite; `keep` chooses entries by name. None where another process is still at work on some of it."""
+    share_traces()
     source = importlib.import_module(f"tests.conformance.{name}")
     found = source.entries()
     suite = Suite(name + (" " + ",".join(chunks) if chunks else ""), len(found), splits=bool(chunks))
-    runner = Runner(suite, chunks, limit_seconds, TRIAL_SECONDS[name], verbose)
-    for entry_name, entry in found.items():
-        if only is not None and not fnmatch.fnmatchcase(entry_name, only):
-            continue
-        if keep is not None and not keep(entry_name):  # type: ignore[operator]
-            continue
+    runner, record = Runner(chunks, limit_seconds, TRIAL_SECONDS[name], verbose), Record(folder)
+    chosen = {
+        entry_name: entry
+        for entry_name, entry in found.items()
+        if (only is None or fnmatch.fnmatchcase(entry_name, only)) and (keep is None or keep(entry_name))  # type: ignore[operator]
+    }
+    gc.freeze()  # The database stays: no collection needs to look at it again.
+    for entry_name, entry in chosen.items():
         if not source.has_cpu_dtype(entry):
             suite.apart[entry_name] = "no dtype of the CPU"
             continue
         choose = source.all_trials if full else source.chosen_trials
-        trials = choose(entry, source.SPLIT_DTYPES, True) if chunks else choose(entry)
-        runner.entry(entry_name, trials, source.cuts)
+        if record.claim(entry_name):
+            trials = choose(entry, source.SPLIT_DTYPES, True) if chunks else choose(entry)
+            outcome = runner.entry(entry_name, trials, source.cuts)
+            record.write(entry_name, outcome)
+            if folder is None:
+                suite.add(entry_name, outcome)
+    return suite if folder is None else _joined(suite, record, chosen)
+
+
+def _joined(suite: Suite, record: Record, names: Iterable[str]) -> Suite | None:
+    """What all processes found."""
+    for name in names:
+        outcome = record.read(name)
+        if outcome is not None:
+            suite.add(name, outcome)
+        elif name not in suite.apart:
+            return None
     return suite
 
 
@@ -108,12 +142,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="all samples, and write the lists to tests/results")
     parser.add_argument("--only", help="an entry's name, or a pattern such as 'nn.functional.*'")
     parser.add_argument("--limit-seconds", type=float, default=600.0, help="how long one entry may take")
+    parser.add_argument("--record", type=Path, help="a folder for finished entries, shared by all processes of a run")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     chunks = tuple(part for part in options.chunk.split(",") if part)
     started = time.perf_counter()
-    suite = run_suite(options.suite, chunks, options.full, options.only, options.limit_seconds)
+    suite = run_suite(options.suite, chunks, options.full, options.only, options.limit_seconds, folder=options.record)
+    if suite is None:
+        print("the rest is still being done by another process", file=sys.stderr)
+        return 0
     text = "\n".join(suite.lines())
     print(text)
     print(f"\n{time.perf_counter() - started:.0f} s", file=sys.stderr)

@@ -42,6 +42,11 @@ ASKED = {
 SEED = 1234
 
 
+def seed(number: int = SEED) -> None:
+    """Seed the CPU's generator; `torch.manual_seed` also queues a seed, with a traceback, for every other device."""
+    torch.default_generator.manual_seed(number)
+
+
 @dataclass(frozen=True)
 class Program:
     """A program with its own fresh tensors."""
@@ -67,6 +72,8 @@ class Trial:
     build: Callable[[], Program]
     uninitialised: bool = False
     """Whether only the metadata of its results means anything."""
+    writes_input: bool = False
+    """Whether the program itself writes to one of its real inputs."""
 
 
 @dataclass
@@ -78,6 +85,8 @@ class Verdict:
     """How koila's results differ, or how it failed."""
     fell_back: str | None = None
     """What ran eagerly in the middle without the program asking for it."""
+    wrote_input: str | None = None
+    """What ran at once because the program writes to its own real input, which eager code sees from then on."""
     data_dependent: bool = False
     """Whether the shape of a result depends on data, so that falling back is the only way."""
     breaks: tuple[str, ...] = ()
@@ -146,7 +155,7 @@ def _backward(program: Program, outputs: Any) -> None:
 def run_eagerly(trial: Trial, backward: bool) -> Seen:
     """The reference."""
     program = trial.build()
-    torch.manual_seed(SEED)
+    seed()
     outputs = program.call(program.inputs)
     generator = torch.get_rng_state()
     if backward:
@@ -179,7 +188,7 @@ def _no_pending(outputs: Any) -> str | None:
 def run_lazily(trial: Trial, backward: bool, lazy_loss: bool, batches: Sequence[int | None] | None = None) -> Seen:
     """Through koila: results first and then their loss, or the loss lazily too."""
     program = trial.build()
-    torch.manual_seed(SEED)
+    seed()
     outputs = program.call(_lazy_inputs(program.inputs, batches))
     generator = torch.get_rng_state()
     if lazy_loss:
@@ -242,13 +251,22 @@ def counted(prefix: str) -> dict[str, int]:
     return {name[len(prefix) + 2 :]: koila.metrics.counter_value(name) for name in names}
 
 
-def _note_fallbacks(verdict: Verdict) -> None:
+WRITES_INPUT = {"a write to a real tensor", "a write to what it reads"}
+
+
+def _note_fallbacks(trial: Trial, verdict: Verdict) -> None:
+    reasons = counted("eager_because")
     eager = [f"eager::{name}" for name in counted("eager")]
     forced = [f"forced::{name}" for name in counted("forced") if name not in ("run", "settle")]
     unasked = [name for name in forced if name[len("forced::") :] not in ASKED]
     verdict.breaks = tuple(dict.fromkeys([*verdict.breaks, *eager, *forced]))
-    if eager or unasked:
-        verdict.fell_back = ", ".join([*eager, *unasked])
+    if not eager and not unasked:
+        return
+    text = ", ".join([*eager, *unasked, *(f"because of {reason}" for reason in reasons)])
+    if trial.writes_input and set(reasons) <= WRITES_INPUT and {f"forced::{r}" for r in WRITES_INPUT} >= set(unasked):
+        verdict.wrote_input = text
+    else:
+        verdict.fell_back = text
 
 
 def depends_on_data(trial: Trial) -> bool:
@@ -327,7 +345,7 @@ def check_whole(trial: Trial, seconds: float) -> Verdict:
                 if isinstance(error, (KeyboardInterrupt, SystemExit)):
                     raise
                 verdict.wrong = verdict.wrong or _told(way, last_line(error))
-            _note_fallbacks(verdict)
+            _note_fallbacks(trial, verdict)
     if verdict.fell_back is not None:
         verdict.data_dependent = depends_on_data(trial)
     return verdict
@@ -365,7 +383,7 @@ def check_split(
                 if isinstance(error, (KeyboardInterrupt, SystemExit)):
                     raise
                 verdict.wrong = verdict.wrong or _told(way, last_line(error))
-            _note_fallbacks(verdict)
+            _note_fallbacks(trial, verdict)
             verdict.num_split += koila.metrics.counter_value("runs::split")
             verdict.whole = tuple(dict.fromkeys([*verdict.whole, *counted("fallback")]))
     if verdict.fell_back is not None:
@@ -388,7 +406,7 @@ def _proof(trial: Trial, batches: Sequence[int | None], seconds: float) -> bool:
     program = trial.build()
     try:
         with alarm(seconds):
-            torch.manual_seed(SEED)
+            seed()
             return is_proved(program.call(_lazy_inputs(program.inputs, batches)))
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
