@@ -11,6 +11,7 @@ import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tests.conformance.table import Row, Step
 from tests.conformance.trial import Verdict
 
 
@@ -29,6 +30,8 @@ class Outcome:
     """Why the entry cannot be compared."""
     cut_short: str | None = None
     """How far it came before its time was over."""
+    row: Row | None = None
+    """What the cut buys, where the suite measures it."""
     seconds: float = 0.0
     commit: str = ""
 
@@ -72,7 +75,13 @@ class Record:
         found = json.loads(self._path(name).read_text())
         verdicts = [Verdict(**{k: tuple(v) if isinstance(v, list) else v for k, v in one.items()})
                     for one in found.pop("verdicts")]  # fmt: skip
-        return Outcome(verdicts, **found)
+        steps = found.pop("row")
+        row = (
+            None
+            if steps is None
+            else Row(*(Step(**{**step, "whole": tuple(step["whole"])}) for step in steps.values()))
+        )
+        return Outcome(verdicts, row=row, **found)
 
     def _path(self, name: str) -> Path:
         assert self._folder is not None

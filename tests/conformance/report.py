@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tests.conformance.record import Outcome
+from tests.conformance.table import Row, lines
 from tests.conformance.trial import Verdict
 
 
@@ -26,6 +27,8 @@ class Suite:
     """Entries whose time was over before all samples were tried."""
     splits: bool = False
     """Whether the suite cut its programs."""
+    rows: dict[str, Row] = field(default_factory=dict)
+    """What the cut of each entry buys, where that was measured."""
     commits: Counter[str] = field(default_factory=Counter)
     """How many entries ran on each commit."""
 
@@ -37,6 +40,8 @@ class Suite:
             self.apart[name] = outcome.apart
         if outcome.cut_short is not None:
             self.cut_short[name] = outcome.cut_short
+        if outcome.row is not None:
+            self.rows[name] = outcome.row
         if outcome.commit:
             self.commits[outcome.commit] += 1
 
@@ -129,6 +134,8 @@ class Suite:
             yield f"\n{title}: {len(found)}"
             yield from (f"  {name}" + (f": {text}" if text else "") for name, text in sorted(found.items()))
         yield from self._breaks()
+        if self.rows:
+            yield from lines(self.rows)
 
     def _breaks(self) -> Iterator[str]:
         if self.name.startswith("models"):

@@ -117,6 +117,8 @@ def run_suite(name: str, chunks: Sequence[str] = (), full: bool = False, only: s
         if record.claim(entry_name):
             trials = choose(entry, source.SPLIT_DTYPES, True) if chunks else choose(entry)
             outcome = runner.entry(entry_name, trials, source.cuts)
+            if chunks and full and hasattr(source, "measured"):
+                outcome.row = source.measured(entry)
             record.write(entry_name, outcome)
             if folder is None:
                 suite.add(entry_name, outcome)
