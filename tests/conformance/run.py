@@ -9,10 +9,11 @@ stopped goes on from there.
 
 What *fell back* means: in some trial of the entry something was materialised, or run eagerly in the middle, without
 the program asking for it. Two lists stand apart from it. A call whose result has a shape that depends on data can only
-run (fake tensors refuse it for that reason, which is checked). An in-place call on a real input must run at once: the
-user's own tensor changes, and eager code sees it from the next line on (Rule 5); a pending write would be missed by
-numpy, by a view or by a second reference. So every in-place variant is tried twice: on a lazy value (a copy of the
-input, as inside a program), which counts like everything else, and, where eager allows it, on the input itself.
+run (fake tensors refuse it for that reason, which is checked), and so can one that gives a Python value (`equal`). An
+in-place call on a real input must run at once: the user's own tensor changes, and eager code sees it from the next line
+on (Rule 5); a pending write would be missed by numpy, by a view or by a second reference. So every in-place variant is
+tried twice: on a lazy value (a copy of the input, as inside a program), which counts like everything else, and, where
+eager allows it, on the input itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch
 
 from tests.conformance.record import Outcome, Record, commit
 from tests.conformance.report import Suite
-from tests.conformance.sharing import share_traces
+from tests.conformance.sharing import forget, share_traces
 from tests.conformance.trial import Trial, Verdict, check_split, check_whole, chunk_sizes, reference_of
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -66,6 +67,7 @@ class Runner:
 
     def entry(self, name: str, trials: Iterable[Trial], cuts: object) -> Outcome:
         """All trials of an entry, within its time."""
+        forget()
         started, outcome = time.perf_counter(), Outcome(commit=self.commit)
         verdicts = outcome.verdicts
         number = 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import wraps
 from typing import Any
 
@@ -33,3 +34,11 @@ def share_traces() -> None:
         return _joints.get_or_add(_key(graph, demand), lambda: original(graph, demand))
 
     programs.trace = trace
+
+
+def forget() -> None:
+    """Every entry starts with no program known: what it finds does not depend on the entries before it."""
+    _joints.clear()
+    programs._joints.clear()
+    programs._plans.clear()
+    gc.collect()

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -88,7 +88,7 @@ class Verdict:
     wrote_input: str | None = None
     """What ran at once because the program writes to its own real input, which eager code sees from then on."""
     data_dependent: bool = False
-    """Whether the shape of a result depends on data, so that falling back is the only way."""
+    """Whether a result's shape depends on data, or is a Python value made of data: falling back is the only way."""
     breaks: tuple[str, ...] = ()
     """What the program asked for in the middle, or ran eagerly."""
     strides: str | None = None
@@ -269,14 +269,19 @@ def _note_fallbacks(trial: Trial, verdict: Verdict) -> None:
         verdict.fell_back = text
 
 
-def depends_on_data(trial: Trial) -> bool:
-    """Whether fake tensors refuse the program because a shape depends on data."""
+def depends_on_data(trial: Trial, expected: Seen) -> bool:
+    """Whether fake tensors refuse the program because a shape depends on data, or no result is a tensor.
+
+    A function that only looks at data on its way (`gaussian_nll_loss` checks its variances) does not count.
+    """
+    if not tensors_of(expected.outputs):
+        return True
     program = trial.build()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
             program.call(tree_map_only(torch.Tensor, mode.from_tensor, program.inputs))
-    except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode):
+    except (DynamicOutputShapeException, GuardOnDataDependentSymNode):
         return True
     except Exception:
         return False
@@ -347,7 +352,7 @@ def check_whole(trial: Trial, seconds: float) -> Verdict:
                 verdict.wrong = verdict.wrong or _told(way, last_line(error))
             _note_fallbacks(trial, verdict)
     if verdict.fell_back is not None:
-        verdict.data_dependent = depends_on_data(trial)
+        verdict.data_dependent = depends_on_data(trial, expected)
     return verdict
 
 
@@ -387,7 +392,7 @@ def check_split(
             verdict.num_split += koila.metrics.counter_value("runs::split")
             verdict.whole = tuple(dict.fromkeys([*verdict.whole, *counted("fallback")]))
     if verdict.fell_back is not None:
-        verdict.data_dependent = depends_on_data(trial)
+        verdict.data_dependent = depends_on_data(trial, expected)
     if prove:
         with isolated():
             verdict.proved = _proof(trial, batches, seconds)
