@@ -32,7 +32,7 @@ import torch
 
 from tests.conformance.record import Outcome, Record, commit
 from tests.conformance.report import Suite
-from tests.conformance.sharing import forget, share_traces
+from tests.conformance.sharing import forget, share
 from tests.conformance.trial import Trial, Verdict, check_split, check_whole, chunk_sizes, reference_of
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -100,7 +100,7 @@ def run_suite(name: str, chunks: Sequence[str] = (), full: bool = False, only: s
               limit_seconds: float = 600.0, keep: object = None, verbose: bool = True,
               folder: Path | None = None) -> Suite | None:  # fmt: skip
     """Run a suite; `keep` chooses entries by name. None where another process is still at work on some of it."""
-    share_traces()
+    share()
     source = importlib.import_module(f"tests.conformance.{name}")
     found = source.entries()
     suite = Suite(name + (" " + ",".join(chunks) if chunks else ""), len(found), splits=bool(chunks))
