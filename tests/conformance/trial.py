@@ -40,6 +40,8 @@ ASKED = {
 }  # fmt: skip
 """What a program does when it asks for data itself."""
 SEED = 1234
+EAGER_RUNS = 256
+"""How often a difference in bits is looked for in eager itself."""
 
 
 def seed(number: int = SEED) -> None:
@@ -330,6 +332,21 @@ def reference_of(trial: Trial, verdict: Verdict) -> tuple[Seen, bool] | None:
     return first, backward
 
 
+def _is_one_of_eagers(trial: Trial, backward: bool, found: Seen, expected: Seen) -> bool:
+    """Whether eager itself gives other bits in some of many runs, and koila's are as close to them as Rule 1 asks.
+
+    Some kernels (`linalg.lstsq`) give other bits for another place in memory: two runs in a row need not show it.
+    """
+    if difference_between(found, expected, close_difference, exact=True) is not None:
+        return False
+    elsewhere = []
+    for number in range(EAGER_RUNS):
+        elsewhere.append(torch.empty(7 * number + 3, dtype=torch.uint8))
+        if difference_between(run_eagerly(trial, backward), expected, bit_difference, exact=True) is not None:
+            return True
+    return False
+
+
 def check_whole(trial: Trial, seconds: float) -> Verdict:
     """The unsplit run: bit-identical."""
     verdict = Verdict(trial.label)
@@ -344,7 +361,10 @@ def check_whole(trial: Trial, seconds: float) -> Verdict:
             try:
                 with alarm(seconds):
                     found = run_lazily(trial, backward, lazy_loss)
-                verdict.wrong = verdict.wrong or _told(way, difference_between(found, expected, compare, exact=True))
+                difference = difference_between(found, expected, compare, exact=True)
+                if difference is not None and _is_one_of_eagers(trial, backward, found, expected):
+                    verdict.skipped, difference = f"eager does not repeat: {difference}", None
+                verdict.wrong = verdict.wrong or _told(way, difference)
                 verdict.strides = verdict.strides or tree_difference(found.outputs, expected.outputs, stride_difference)
             except BaseException as error:
                 if isinstance(error, (KeyboardInterrupt, SystemExit)):
