@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 
+from tests.conformance import families
 from tests.conformance.record import Outcome, Record, commit
 from tests.conformance.report import Suite
 from tests.conformance.sharing import forget, share
@@ -68,12 +69,12 @@ class Runner:
     def entry(self, name: str, trials: Iterable[Trial], cuts: object) -> Outcome:
         """All trials of an entry, within its time."""
         forget()
-        started, outcome = time.perf_counter(), Outcome(commit=self.commit)
+        started, outcome = time.process_time(), Outcome(commit=self.commit)
         verdicts = outcome.verdicts
         number = 0
         try:
             for number, trial in enumerate(trials):
-                if time.perf_counter() - started > self.limit_seconds:
+                if time.process_time() - started > self.limit_seconds:
                     outcome.cut_short = f"{number} trials in {self.limit_seconds:.0f} s"
                     break
                 if self.chunks:
@@ -84,7 +85,7 @@ class Runner:
             outcome.apart = f"the database raises {type(error).__name__}: {str(error)[:100]}"
         if not verdicts and outcome.apart is None:
             outcome.apart = "no samples" if number == 0 else "no dimension to cut"
-        outcome.seconds = time.perf_counter() - started
+        outcome.seconds = time.process_time() - started
         if self.verbose:
             self._progress(name, verdicts, outcome.seconds)
         return outcome
@@ -138,6 +139,11 @@ def _joined(suite: Suite, record: Record, names: Iterable[str]) -> Suite | None:
     return suite
 
 
+def _families(suite: Suite) -> Iterable[str]:
+    apart = {**suite.not_compared(), **suite.data_dependent()}
+    return families.lines(importlib.import_module("tests.conformance.ops").entries(), set(suite.split()), apart)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="conformance", description=__doc__.splitlines()[0] if __doc__ else None)
@@ -151,14 +157,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     chunks = tuple(part for part in options.chunk.split(",") if part)
-    started = time.perf_counter()
+    started = time.process_time()
     suite = run_suite(options.suite, chunks, options.full, options.only, options.limit_seconds, folder=options.record)
     if suite is None:
         print("the rest is still being done by another process", file=sys.stderr)
         return 0
-    text = "\n".join(suite.lines())
+    text = "\n".join(
+        [
+            *suite.lines(),
+            *(_families(suite) if options.suite == "ops" and chunks and options.full and options.only is None else ()),
+        ]
+    )
     print(text)
-    print(f"\n{time.perf_counter() - started:.0f} s", file=sys.stderr)
+    print(f"\n{time.process_time() - started:.0f} s", file=sys.stderr)
     if options.full and options.only is None:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{options.suite}{'-chunk' if chunks else ''}.txt").write_text(text + "\n")
