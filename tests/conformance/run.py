@@ -42,8 +42,8 @@ TRIAL_SECONDS = {"ops": 30.0, "modules": 30.0, "models": 120.0}
 
 
 def split_verdicts(trial: Trial, cuts: Iterable[tuple[int, tuple[int | None, ...]]], chunks: Sequence[str],
-                   seconds: float) -> list[Verdict]:  # fmt: skip
-    """Every cut of a trial at every chunk size."""
+                   seconds: float, prove: bool = True) -> list[Verdict]:  # fmt: skip
+    """Every cut of a trial at every chunk size; an entry is proved once."""
     failed = Verdict(trial.label)
     places = [(size, batches) for size, batches in cuts if size >= 2]
     if not places:
@@ -54,7 +54,7 @@ def split_verdicts(trial: Trial, cuts: Iterable[tuple[int, tuple[int | None, ...
     found: list[Verdict] = []
     for size, batches in places:
         for number, chunk in enumerate(chunk_sizes(chunks, size)):
-            found.append(check_split(trial, batches, chunk, seconds, reference, prove=number == 0))
+            found.append(check_split(trial, batches, chunk, seconds, reference, prove=prove and number == 0))
     return found
 
 
@@ -78,7 +78,8 @@ class Runner:
                     outcome.cut_short = f"{number} trials in {self.limit_seconds:.0f} s"
                     break
                 if self.chunks:
-                    verdicts += split_verdicts(trial, cuts(trial), self.chunks, self.trial_seconds)  # type: ignore[operator]
+                    prove = not any(verdict.proved for verdict in verdicts)
+                    verdicts += split_verdicts(trial, cuts(trial), self.chunks, self.trial_seconds, prove)  # type: ignore[operator]
                 else:
                     verdicts.append(check_whole(trial, self.trial_seconds))
         except Exception as error:
