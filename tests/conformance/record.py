@@ -32,6 +32,8 @@ class Outcome:
     """How far it came before its time was over."""
     row: Row | None = None
     """What the cut buys, where the suite measures it."""
+    unmeasured: str | None = None
+    """Why that could not be measured."""
     seconds: float = 0.0
     commit: str = ""
 
@@ -75,7 +77,7 @@ class Record:
         found = json.loads(self._path(name).read_text())
         verdicts = [Verdict(**{k: tuple(v) if isinstance(v, list) else v for k, v in one.items()})
                     for one in found.pop("verdicts")]  # fmt: skip
-        steps = found.pop("row")
+        steps = found.pop("row", None)
         row = (
             None
             if steps is None

@@ -29,6 +29,10 @@ class Suite:
     """Whether the suite cut its programs."""
     rows: dict[str, Row] = field(default_factory=dict)
     """What the cut of each entry buys, where that was measured."""
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    """Entries of which that could not be measured, with the reason."""
+    not_run: list[str] = field(default_factory=list)
+    """Entries of which nothing is known yet."""
     commits: Counter[str] = field(default_factory=Counter)
     """How many entries ran on each commit."""
 
@@ -42,6 +46,8 @@ class Suite:
             self.cut_short[name] = outcome.cut_short
         if outcome.row is not None:
             self.rows[name] = outcome.row
+        if outcome.unmeasured is not None:
+            self.unmeasured[name] = outcome.unmeasured
         if outcome.commit:
             self.commits[outcome.commit] += 1
 
@@ -124,7 +130,9 @@ class Suite:
                 self.wrote_input(),
             ),
             ("not compared", self.not_compared()),
+            ("not run", dict.fromkeys(self.not_run, "")),
             ("out of time", self.cut_short),
+            ("not measured", self.unmeasured),
             ("strides differ", self.strides()),
         ]
         if self.splits:

@@ -1,11 +1,11 @@
 """The conformance runner: torch's own databases and real architectures, through koila.
 
     python -m tests.conformance.run ops|modules|models [--chunk 1,2,uneven] [--full] [--only NAME] [--limit-seconds N]
-                                                       [--record FOLDER]
+                                                       [--record FOLDER [--report]]
 
 Prints one line per suite and its lists; with `--full` also writes them to tests/results. With `--record` each entry is
 written to a folder as soon as it is done: the same command, started several times, shares the work, and a run that was
-stopped goes on from there.
+stopped goes on from there; `--report` prints what there is so far.
 
 What *fell back* means: in some trial of the entry something was materialised, or run eagerly in the middle, without
 the program asking for it. Two lists stand apart from it. A call whose result has a shape that depends on data can only
@@ -25,8 +25,9 @@ import importlib
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ from tests.conformance import families
 from tests.conformance.record import Outcome, Record, commit
 from tests.conformance.report import Suite
 from tests.conformance.sharing import forget, share
-from tests.conformance.trial import Trial, Verdict, check_split, check_whole, chunk_sizes, reference_of
+from tests.conformance.trial import Trial, Verdict, check_split, check_whole, chunk_sizes, last_line, reference_of
 
 RESULTS = Path(__file__).parent.parent / "results"
 TRIAL_SECONDS = {"ops": 30.0, "modules": 30.0, "models": 120.0}
@@ -98,45 +99,41 @@ class Runner:
             print(f"  {name} ({seconds:.0f} s): {text}", file=sys.stderr, flush=True)
 
 
+def _outcome(runner: Runner, source: Any, name: str, entry: Any, full: bool) -> Outcome:
+    choose = source.all_trials if full else source.chosen_trials
+    trials = choose(entry, source.SPLIT_DTYPES, True) if runner.chunks else choose(entry)
+    outcome = runner.entry(name, trials, source.cuts)
+    if runner.chunks and full and hasattr(source, "measured"):
+        try:
+            outcome.row = source.measured(entry)
+        except Exception as error:
+            outcome.unmeasured = last_line(error)
+    return outcome
+
+
 def run_suite(name: str, chunks: Sequence[str] = (), full: bool = False, only: str | None = None,
-              limit_seconds: float = 600.0, keep: object = None, verbose: bool = True,
-              folder: Path | None = None) -> Suite | None:  # fmt: skip
-    """Run a suite; `keep` chooses entries by name. None where another process is still at work on some of it."""
+              limit_seconds: float = 600.0, keep: Callable[[str], bool] | None = None, verbose: bool = True,
+              folder: Path | None = None, run: bool = True) -> Suite:  # fmt: skip
+    """Run a suite; `keep` chooses entries by name. Without `run`, only what is recorded already."""
     share()
     source = importlib.import_module(f"tests.conformance.{name}")
     found = source.entries()
     suite = Suite(name + (" " + ",".join(chunks) if chunks else ""), len(found), splits=bool(chunks))
     runner, record = Runner(chunks, limit_seconds, TRIAL_SECONDS[name], verbose), Record(folder)
-    chosen = {
-        entry_name: entry
-        for entry_name, entry in found.items()
-        if (only is None or fnmatch.fnmatchcase(entry_name, only)) and (keep is None or keep(entry_name))  # type: ignore[operator]
-    }
+    chosen = [n for n in found if (only is None or fnmatch.fnmatchcase(n, only)) and (keep is None or keep(n))]
+    suite.apart = {n: "no dtype of the CPU" for n in chosen if not source.has_cpu_dtype(found[n])}
+    outcomes: dict[str, Outcome] = {}
     gc.freeze()  # The database stays: no collection needs to look at it again.
-    for entry_name, entry in chosen.items():
-        if not source.has_cpu_dtype(entry):
-            suite.apart[entry_name] = "no dtype of the CPU"
-            continue
-        choose = source.all_trials if full else source.chosen_trials
-        if record.claim(entry_name):
-            trials = choose(entry, source.SPLIT_DTYPES, True) if chunks else choose(entry)
-            outcome = runner.entry(entry_name, trials, source.cuts)
-            if chunks and full and hasattr(source, "measured"):
-                outcome.row = source.measured(entry)
-            record.write(entry_name, outcome)
-            if folder is None:
-                suite.add(entry_name, outcome)
-    return suite if folder is None else _joined(suite, record, chosen)
-
-
-def _joined(suite: Suite, record: Record, names: Iterable[str]) -> Suite | None:
-    """What all processes found."""
-    for name in names:
-        outcome = record.read(name)
+    for entry_name in chosen:
+        if run and entry_name not in suite.apart and record.claim(entry_name):
+            outcomes[entry_name] = _outcome(runner, source, entry_name, found[entry_name], full)
+            record.write(entry_name, outcomes[entry_name])
+    for entry_name in chosen:
+        outcome = outcomes.get(entry_name) or record.read(entry_name)
         if outcome is not None:
-            suite.add(name, outcome)
-        elif name not in suite.apart:
-            return None
+            suite.add(entry_name, outcome)
+        elif entry_name not in suite.apart:
+            suite.not_run.append(entry_name)
     return suite
 
 
@@ -154,24 +151,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", help="an entry's name, or a pattern such as 'nn.functional.*'")
     parser.add_argument("--limit-seconds", type=float, default=600.0, help="how long one entry may take")
     parser.add_argument("--record", type=Path, help="a folder for finished entries, shared by all processes of a run")
+    parser.add_argument("--report", action="store_true", help="run nothing: only what is recorded so far")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     chunks = tuple(part for part in options.chunk.split(",") if part)
     started = time.process_time()
-    suite = run_suite(options.suite, chunks, options.full, options.only, options.limit_seconds, folder=options.record)
-    if suite is None:
+    suite = run_suite(
+        options.suite, chunks, options.full, options.only, options.limit_seconds, folder=options.record,
+        run=not options.report,
+    )  # fmt: skip
+    print(f"{time.process_time() - started:.0f} s", file=sys.stderr)
+    if suite.not_run and not options.report:
         print("the rest is still being done by another process", file=sys.stderr)
         return 0
-    text = "\n".join(
-        [
-            *suite.lines(),
-            *(_families(suite) if options.suite == "ops" and chunks and options.full and options.only is None else ()),
-        ]
-    )
+    everything = options.full and options.only is None
+    named = _families(suite) if everything and chunks and options.suite == "ops" else ()
+    text = "\n".join([*suite.lines(), *named])
     print(text)
-    print(f"\n{time.process_time() - started:.0f} s", file=sys.stderr)
-    if options.full and options.only is None:
+    if everything:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{options.suite}{'-chunk' if chunks else ''}.txt").write_text(text + "\n")
     return 1 if suite.wrong() else 0

@@ -33,5 +33,5 @@ def one_thread() -> Iterator[None]:
 )
 def test_a_sample_equals_eager(suite: str, chunks: tuple[str, ...], one_in: int) -> None:
     found = run_suite(suite, chunks, keep=lambda name: number_of(name) % one_in == 0, verbose=False)
-    assert found is not None and found.equal()
+    assert found.equal()
     assert not found.wrong(), "\n".join(found.lines())
