@@ -1,4 +1,4 @@
-"""A time limit for code that may hang.
+"""A time limit for code that may hang, in time of the processor: neighbours do not count.
 
 *Takes* seconds. *Gives* a scope that `TooSlow` ends; it is no `Exception`, so that nothing in between swallows it.
 """
@@ -22,10 +22,10 @@ def alarm(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
         raise TooSlow(f"not done in {seconds:.0f} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1), 1.0)
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, max(seconds, 0.1), 1.0)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

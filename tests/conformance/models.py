@@ -14,12 +14,14 @@ import transformers
 
 from tests.conformance.architectures import ARCHITECTURES, Architecture
 from tests.conformance.choice import Cut, cut_along
+from tests.conformance.table import Row, row
 from tests.conformance.trees import tensors_of
-from tests.conformance.trial import SEED, Program, Trial
+from tests.conformance.trial import Program, Trial, seed
 
 DTYPES = (torch.float32,)
 SPLIT_DTYPES = (torch.float64,)
 BATCH = 4
+TABLE_BATCH = 8
 
 transformers.logging.set_verbosity_error()
 
@@ -53,8 +55,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _program(architecture: Architecture, dtype: torch.dtype) -> Program:
-    torch.manual_seed(SEED)
+def _program(architecture: Architecture, dtype: torch.dtype, batch: int = BATCH) -> Program:
+    seed()
     model = architecture.model().train().to(dtype)
     if dtype == torch.float64 and architecture.kind == "mixture of experts":
         model.set_experts_implementation("batched_mm")  # torch's grouped matmul has no float64.
@@ -63,7 +65,7 @@ def _program(architecture: Architecture, dtype: torch.dtype) -> Program:
         with _default_dtype(dtype):
             return _results(model(**found))
 
-    inputs = {name: _to(value, dtype) for name, value in architecture.inputs(BATCH).items()}
+    inputs = {name: _to(value, dtype) for name, value in architecture.inputs(batch).items()}
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return Program(inputs, call, state, architecture.loss)
 
@@ -83,3 +85,10 @@ chosen_trials = all_trials
 def cuts(trial: Trial) -> list[Cut]:
     """The batch."""
     return [cut_along(tensors_of(trial.build().inputs), 0, BATCH)]
+
+
+def measured(architecture: Architecture) -> Row:
+    """Bytes and work of one training step, cut and uncut."""
+    build = lambda: _program(architecture, torch.float32, TABLE_BATCH)  # noqa: E731
+    _, batches = cut_along(tensors_of(build().inputs), 0, TABLE_BATCH)
+    return row(build, batches, TABLE_BATCH)

@@ -13,7 +13,7 @@ from torch.testing._internal.common_modules import module_db
 
 from tests.conformance.choice import number_of, two_cuts
 from tests.conformance.trees import copy_tree
-from tests.conformance.trial import SEED, Program, Trial, cotangent_loss
+from tests.conformance.trial import Program, Trial, cotangent_loss, seed
 
 DTYPES = (torch.float32, torch.float64)
 SPLIT_DTYPES = (torch.float64,)
@@ -30,13 +30,13 @@ def has_cpu_dtype(info: Any) -> bool:
 
 
 def _inputs_of(info: Any, dtype: torch.dtype, training: bool) -> list[Any]:
-    torch.manual_seed(number_of(info.name))
+    seed(number_of(info.name))
     return list(info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training))
 
 
 def _program(info: Any, dtype: torch.dtype, training: bool, chosen: Any) -> Program:
     args, kwargs = copy_tree((chosen.constructor_input.args, chosen.constructor_input.kwargs))
-    torch.manual_seed(SEED)
+    seed()
     module = info.module_cls(*args, **kwargs).to(dtype).train(training)
     inputs = (chosen.forward_input.args, chosen.forward_input.kwargs)
     if info.is_lazy:

@@ -9,6 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tests.conformance.record import Outcome
+from tests.conformance.table import Row, lines
 from tests.conformance.trial import Verdict
 
 
@@ -25,6 +27,29 @@ class Suite:
     """Entries whose time was over before all samples were tried."""
     splits: bool = False
     """Whether the suite cut its programs."""
+    rows: dict[str, Row] = field(default_factory=dict)
+    """What the cut of each entry buys, where that was measured."""
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    """Entries of which that could not be measured, with the reason."""
+    not_run: list[str] = field(default_factory=list)
+    """Entries of which nothing is known yet."""
+    commits: Counter[str] = field(default_factory=Counter)
+    """How many entries ran on each commit."""
+
+    def add(self, name: str, outcome: Outcome) -> None:
+        """Take in what was found out about an entry."""
+        if outcome.verdicts:
+            self.verdicts[name] = outcome.verdicts
+        if outcome.apart is not None:
+            self.apart[name] = outcome.apart
+        if outcome.cut_short is not None:
+            self.cut_short[name] = outcome.cut_short
+        if outcome.row is not None:
+            self.rows[name] = outcome.row
+        if outcome.unmeasured is not None:
+            self.unmeasured[name] = outcome.unmeasured
+        if outcome.commit:
+            self.commits[outcome.commit] += 1
 
     def wrong(self) -> dict[str, str]:
         return self._first(lambda verdict: verdict.wrong)
@@ -32,6 +57,10 @@ class Suite:
     def fell_back(self) -> dict[str, str]:
         """Entries in which something ran eagerly although no shape depends on data."""
         return self._first(lambda v: None if v.data_dependent else v.fell_back)
+
+    def wrote_input(self) -> dict[str, str]:
+        """Entries whose in-place variant was also called on a real input, and ran at once."""
+        return self._first(lambda verdict: verdict.wrote_input)
 
     def data_dependent(self) -> dict[str, str]:
         return self._first(lambda v: v.fell_back if v.data_dependent else None)
@@ -89,12 +118,21 @@ class Suite:
     def lines(self) -> Iterator[str]:
         """The line of the suite, then its lists."""
         yield self.line()
+        if self.commits:
+            ran = ", ".join(f"{commit} ({number} entries)" for commit, number in self.commits.most_common())
+            yield f"run on commit {ran}"
         lists = [
             ("wrong", self.wrong()),
             ("fell back", self.fell_back()),
             ("shape depends on data", self.data_dependent()),
+            (
+                "in-place on a real input runs at once, because eager code sees it; not among the fallen",
+                self.wrote_input(),
+            ),
             ("not compared", self.not_compared()),
+            ("not run", dict.fromkeys(self.not_run, "")),
             ("out of time", self.cut_short),
+            ("not measured", self.unmeasured),
             ("strides differ", self.strides()),
         ]
         if self.splits:
@@ -104,6 +142,8 @@ class Suite:
             yield f"\n{title}: {len(found)}"
             yield from (f"  {name}" + (f": {text}" if text else "") for name, text in sorted(found.items()))
         yield from self._breaks()
+        if self.rows:
+            yield from lines(self.rows)
 
     def _breaks(self) -> Iterator[str]:
         if self.name.startswith("models"):

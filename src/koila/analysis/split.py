@@ -126,7 +126,7 @@ class _Typing:
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
             return self._part(node, operands[0], int(node.args[1]))  # type: ignore[arg-type]
         if all(isinstance(item.type, Whole) or item.kind in ("input", "whole") for item in operands):
-            return self._whole_call(node, operands)
+            return self._whole_call(node, [self._whole(item, node.name) for item in operands])
         ruling = self._ruling(node)
         if ruling is None:
             whole = self._whole_call(node, [self._whole(item, node.name) for item in operands])
@@ -197,12 +197,20 @@ class _Typing:
         if item.kind == "slice":
             return item.operands[0]
         key = (item, "whole")
+        if key not in self.converted and isinstance(item.type, Whole):
+            self.converted[key] = self._computed_whole(item, user)
         if key not in self.converted:
             kind = "finish" if isinstance(item.type, Merged) else "gather"
             if kind == "gather":
                 self.gathers.append((item.node.name, user))
             self.converted[key] = Item(kind, item.node, WHOLE, (item,), phase=item.phase + 1)
         return self.converted[key]
+
+    def _computed_whole(self, part: Item, user: str) -> Item:
+        """A result that every chunk of an operator has alike, for who needs it outside of the chunks."""
+        operator = part.operands[0]
+        operands = [self._whole(operand, user) for operand in operator.operands]
+        return self._whole_call(part.node, [self._whole_call(operator.node, operands)])
 
     def _slice(self, whole: Item, kind: Sliced) -> Item:
         """A chunk of a whole value: remade from chunks of its operands where that is exact, else cut out."""

@@ -377,6 +377,7 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
     """Materialise the operands and make the call on PyTorch's own engine; counted (Rule 6)."""
     name = function_name(func)
     events.count(f"eager::{name}", site=user_site())
+    events.count(f"eager_because::{why}")
     pending = [operand for operand in scan.operands if isinstance(operand, Value)]
     if any(value.real is None or value.storage.writers for value in pending):
         events.count(f"forced::{why}", site=user_site())

@@ -96,10 +96,14 @@ def reductions() -> Iterator[tuple[Any, ...]]:
         yield target, torch.zeros(3, 4, dtype=torch.uint8)
     for target in (aten.all.dims, aten.any.dims):
         yield target, ties > 0, [0]
+    yield aten.histc.default, real(4, 5), 6, -1, 1
+    yield aten.hash_tensor.default, real(4, 5), [1]
     for target in (aten.all.dim, aten.any.dim):
         yield target, ties > 0, 0
     for order in (0, 1, 2, 3, 2.5, -1, torch.inf, -torch.inf):
         yield aten.linalg_vector_norm.default, real(4, 5), order, [0]
+        yield aten.dist.default, real(4, 5), real(4, 5), order
+        yield aten.dist.default, real(4, 4), real(4), order
         yield aten.norm.Scalar, real(4, 5), order
     yield aten.count_nonzero.dim_IntList, ties, [0]
     yield aten.logsumexp.default, torch.where(ties > 1, -torch.inf, ties), [0]
@@ -117,7 +121,22 @@ def reductions() -> Iterator[tuple[Any, ...]]:
     yield aten.median.dim, ties, 1
 
 
+def bags() -> Iterator[tuple[Any, ...]]:
+    table, rows, starts = real(6, 4), index(6, 5), torch.tensor([0, 2])
+    for target in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default):
+        for mode in (0, 1, 2):
+            yield target, table, rows, starts, False, mode
+    for mode in (0, 1, 2):
+        _, places, sizes, largest = aten._embedding_bag.default(table, rows, starts, False, mode)
+        places = torch.tensor([0, 0, 1, 1, 1]) if not len(places) else places
+        arguments = (rows, starts, places, sizes, largest, 6, False, mode, False, None)
+        yield aten._embedding_bag_backward.default, real(2, 4), *arguments
+    places = torch.tensor([0, 0, 1, 1, 1])
+    yield aten._embedding_bag_per_sample_weights_backward.default, real(2, 4), table, rows, starts, places, 0
+
+
 def indices() -> Iterator[tuple[Any, ...]]:
+    yield from bags()
     yield aten.index.Tensor, real(5, 4), [index(5, 3)]
     yield aten._unsafe_index.Tensor, real(5, 4, 3), [None, index(4, 2, 3), index(3, 3)]
     yield aten.index.Tensor, real(5, 4, 3), [index(5, 2), None, index(3, 2)]
@@ -177,6 +196,7 @@ def convolutions() -> Iterator[tuple[Any, ...]]:
     yield aten.affine_grid_generator.default, real(3, 2, 3), [3, 3, 3, 3], False
     yield aten.pixel_shuffle.default, real(3, 4, 2, 2), 2
     yield aten.pixel_unshuffle.default, real(3, 4, 2, 2), 2
+    yield aten.pixel_unshuffle.default, real(1, 4, 3, 3), 1
     yield aten.channel_shuffle.default, real(3, 4, 2, 2), 2
     yield aten.grid_sampler_3d_backward.default, *grid_backward()
     for rank, sides in ((1, [1, 1]), (3, [1] * 6)):
@@ -210,6 +230,8 @@ def algebra() -> Iterator[tuple[Any, ...]]:
     square = real(3, 4, 4)
     positive = square @ square.mT + torch.eye(4)
     yield aten.linalg_matrix_exp.default, square
+    yield aten.linalg_pinv.atol_rtol_tensor, square
+    yield aten.linalg_pinv.atol_rtol_tensor, square, {"rtol": real(3).abs() / 100}
     yield aten._linalg_det.default, square
     yield aten._linalg_slogdet.default, square
     yield aten._linalg_svd.default, square

@@ -7,6 +7,7 @@ normalisation, and constants that only look at a tensor's shape. Everything else
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,11 +60,15 @@ _OWN: dict[OpOverload, Callable[..., Any]] = {
 }
 
 
+@cache
+def _borrowed() -> dict[Any, Callable[..., Any]]:
+    return {target: function for target, function in get_decompositions(_BORROWED).items() if target in _BORROWED}
+
+
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """The table of decompositions; a new dict each time.
 
     >>> torch.ops.aten.nll_loss_forward.default in decompositions()
     True
     """
-    borrowed = {target: function for target, function in get_decompositions(_BORROWED).items() if target in _BORROWED}
-    return {**borrowed, **_OWN}
+    return {**_borrowed(), **_OWN}

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from koila.analysis.rules._axes import Axes, follow, right
-from koila.analysis.rules._rows import dense, letters, trailing
-from koila.analysis.ruling import Call, Rule, Ruling
+from koila.analysis.rules._rows import dense, either, letters, trailing
+from koila.analysis.ruling import Call, Rule, Ruling, sliced
 from koila.analysis.types import Sliced
 
 aten = torch.ops.aten
@@ -39,6 +39,22 @@ def gridded(call: Call) -> Ruling | None:
         return {**arguments, "size": [kind.extent(num_samples), *arguments["size"][1:]]}
 
     return replace(ruling, rewrite=rewrite)
+
+
+def shuffled(call: Call) -> Ruling | None:
+    """pixel_shuffle of an image that is cut: every row or column becomes several."""
+    kind = sliced(call["self"])
+    if kind is None or kind.dim < call["self"].ndim - 2 or kind.granule > 1:
+        return None
+    return Ruling({"self": kind}, replace(kind, inner=kind.inner * call["upscale_factor"]))
+
+
+def unshuffled(call: Call) -> Ruling | None:
+    """pixel_unshuffle of an image that is cut: several rows or columns become one."""
+    kind, factor = sliced(call["self"]), call["downscale_factor"]
+    if kind is None or kind.dim < call["self"].ndim - 2 or kind.inner % factor:
+        return None
+    return Ruling({"self": kind}, replace(kind, inner=kind.inner // factor))
 
 
 def _with_samples(call: Call) -> bool:
@@ -108,8 +124,8 @@ ROWS: dict[Any, Rule] = {
     aten.affine_grid_generator.default: gridded,
     aten.im2col.default: letters("self=n_ -> n_", when=_batched(4)),
     aten.col2im.default: letters("self=n_ -> n_", when=_batched(3)),
-    aten.pixel_shuffle.default: trailing(3),
-    aten.pixel_unshuffle.default: trailing(3),
+    aten.pixel_shuffle.default: either(trailing(3), shuffled),
+    aten.pixel_unshuffle.default: either(trailing(3), unshuffled),
     aten.channel_shuffle.default: letters("self=n_ -> n_"),
     aten.constant_pad_nd.default: padded,
     aten.reflection_pad1d.default: trailing(1),

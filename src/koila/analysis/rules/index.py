@@ -136,6 +136,20 @@ def embedded_backward(call: Call) -> Ruling | None:
     return follow(call, Axes(operands, ((None, "row"),), (True,), broadcast=False))
 
 
+def bagged(call: Call) -> Ruling | None:
+    """_embedding_bag: the columns of the table are independent; bags of any length hold no batch."""
+    results = ((None, "column"), None, None, (None, "column") if call["mode"] == 2 else None)
+    return follow(call, Axes({"weight": (None, "column")}, results, broadcast=False))
+
+
+def bagged_backward(call: Call) -> Ruling | None:
+    """The table's gradient, column by column."""
+    if call["sparse"]:
+        return None
+    labels = {"grad": (None, "column"), "maximum_indices": (None, "column") if call["mode"] == 2 else ()}
+    return follow(call, Axes(labels, ((None, "column"),), broadcast=False))
+
+
 def placed(grad: str, *, drop: bool) -> Rule:
     """slice_backward, select_backward: a gradient put into zeros of `input_sizes`."""
 
@@ -209,6 +223,10 @@ ROWS: dict[Any, Rule] = {
     aten.take.default: letters("self=_ index=* -> *"),
     aten.embedding.default: embedded,
     aten.embedding_dense_backward.default: embedded_backward,
+    aten._embedding_bag.default: bagged,
+    aten._embedding_bag_forward_only.default: bagged,
+    aten._embedding_bag_backward.default: bagged_backward,
+    aten._embedding_bag_per_sample_weights_backward.default: letters("grad=Xc weight=Xc -> X+"),
     aten.slice_backward.default: slice_placed,
     aten.select_backward.default: placed("grad_output", drop=True),
     aten.diagonal_backward.default: diagonal_placed,

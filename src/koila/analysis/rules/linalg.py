@@ -86,6 +86,7 @@ ROWS: dict[Any, Rule] = {
     aten.linalg_solve_triangular.default: letters("self=*XX B=*XX -> *XX"),
     aten.triangular_solve.default: letters("self=*XX A=*XX -> *XX *XX"),
     aten.linalg_matrix_exp.default: trailing(2),
+    aten.linalg_pinv.atol_rtol_tensor: letters("self=*XX atol=* rtol=* -> *XX"),
     aten._fft_r2c.default: along("dim"),
     aten._fft_c2r.default: along("dim"),
     aten._fft_c2c.default: along("dim"),

@@ -7,6 +7,7 @@ the chunks' values do not merge.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
@@ -26,9 +27,9 @@ from koila.analysis.monoids import (
     Sum,
     narrow_dtype,
 )
-from koila.analysis.rules._axes import Axes, dims_of, follow, left
+from koila.analysis.rules._axes import Axes, dims_of, follow, left, right
 from koila.analysis.rules._rows import plain_number, weighted
-from koila.analysis.ruling import Call, Operand, Rule, Ruling
+from koila.analysis.ruling import Call, Operand, Rule, Ruling, sliced
 from koila.analysis.types import WHOLE, Merged, Sliced
 
 aten = torch.ops.aten
@@ -92,6 +93,20 @@ def _norm(call: Call) -> Monoid | None:
     if abs(order) == inf:
         return Extreme(order > 0)
     return _sum(call) if order == 0 else PowerNorm(order, narrow_dtype(call.result.dtype))
+
+
+def distance(call: Call) -> Ruling | None:
+    """dist: the norm of a difference."""
+    monoid = _norm(call)
+    operands = {name: right(call[name].ndim) for name in ("self", "other")}
+    ruling = follow(call, Axes(operands, ((),), (True,)))
+    return None if ruling is None or monoid is None else replace(ruling, result=Merged(monoid))
+
+
+def histogram(call: Call) -> Ruling | None:
+    """histc: counts add up where the range is given, and not found in the data."""
+    kind = sliced(call["self"])
+    return Ruling({"self": kind}, Merged(_sum(call))) if kind is not None and call["min"] != call["max"] else None
 
 
 def averaged(call: Call, kind: Sliced, dims: set[int]) -> Ruling:
@@ -194,6 +209,9 @@ ROWS: dict[Any, Rule] = {
     aten.linalg_vector_norm.default: reduction(by(_norm)),
     aten.norm.Scalar: reduction(by(_norm)),
     aten.norm.ScalarOpt_dim: reduction(by(_norm)),
+    aten.dist.default: distance,
+    aten.histc.default: histogram,
+    aten.hash_tensor.default: _INSIDE,
     aten.median.dim: _INSIDE,
     aten.nanmedian.dim: _INSIDE,
     aten.mode.default: _INSIDE,

@@ -1,0 +1,60 @@
+"""What the runs of one trial have in common is done once.
+
+*Takes* koila's tracer, analysis and compiler of loops. *Gives* the same functions with a short memory: a trace does not
+depend on the cut, an analysis does not depend on the chunk size, and a loop that two plans contain is checked and
+compiled once. Every run is planned and made on its own.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from koila.analysis.trace import Demand, Joint
+from koila.execution import chunked, programs
+from koila.ir.cache import Cache
+from koila.ir.graph import Graph
+
+_memory: Cache[Any] = Cache("conformance_memory", 256)
+
+
+def _traced(graph: Graph, demand: Demand) -> Any:
+    """A program's structure without its batch, and the floats of its slots."""
+    calls, metas, _, counting, outputs = graph.key
+    return calls, metas, counting, outputs, tuple(node.slots for node in graph.nodes), demand
+
+
+def _analysed(joint: Joint, batches: dict[int, int], num_samples: int, wanted: set[int] | None = None) -> Any:
+    return joint.module, tuple(batches.items()), num_samples, None if wanted is None else frozenset(wanted)
+
+
+def _compiled(phase: Any, kept_before: set[Any], num_samples: int, chunk: int) -> Any:
+    return phase, frozenset(kept_before), num_samples, chunk
+
+
+def _remember(module: Any, name: str, key: Callable[..., Any]) -> None:
+    original = getattr(module, name)
+    if not hasattr(original, "__wrapped__"):
+
+        @wraps(original)
+        def remembering(*args: Any) -> Any:
+            return _memory.get_or_add((name, key(*args)), lambda: original(*args))
+
+        setattr(module, name, remembering)
+
+
+def share() -> None:
+    """Remember what does not depend on the run."""
+    _remember(programs, "trace", _traced)
+    _remember(programs, "analyse", _analysed)
+    _remember(chunked, "compile_loop", _compiled)
+
+
+def forget() -> None:
+    """Every entry starts with no program known: what it finds does not depend on the entries before it."""
+    _memory.clear()
+    programs._joints.clear()
+    programs._plans.clear()
+    gc.collect()
