@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from koila.execution.tracker import fake_tracker
+from koila.execution.tracker import FakeTracker
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Value
 from koila.ir.prepass import prepass_of
@@ -42,7 +42,7 @@ def project_whole(graph: Graph, roots: Sequence[Value]) -> Projection:
         return [torch.empty(source.shape, dtype=source.dtype) for source in node.draws]
 
     alive = set(graph.outputs)
-    with mode, fake_tracker() as tracker:
+    with mode, FakeTracker() as tracker:
         last = {value: node for node in graph.nodes for value in node.values()}
 
         def free(node: Node) -> None:

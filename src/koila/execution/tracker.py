@@ -16,6 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from koila.planning.workspace import retained_bytes, workspace_bytes
+
 REAL = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -124,6 +126,24 @@ class StorageTracker(TorchDispatchMode):
                 yield from self._tensors(item)
 
 
-def fake_tracker() -> StorageTracker:
-    """A tracker for a run on fake tensors: what the run would allocate; the end of a fake input frees nothing real."""
-    return StorageTracker((FakeTensor,), frees=False)
+class FakeTracker(StorageTracker):
+    """A tracker for a run on fake tensors: what the run would allocate, operators' own workspaces included.
+
+    The end of a fake input frees nothing real.
+    """
+
+    def __init__(self) -> None:
+        super().__init__((FakeTensor,), frees=False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        hidden = workspace_bytes(func, args, result, kwargs)
+        if hidden:
+            kept = retained_bytes(func, args, result, kwargs)
+            first = next(self._tensors(result), None)
+            if kept and first is not None:
+                self._known[first.untyped_storage()._cdata] += kept
+                self._grow(kept, func)
+            self._grow(hidden - kept, func)
+            self.current_bytes -= hidden - kept
+        return result

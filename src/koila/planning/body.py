@@ -228,21 +228,22 @@ def _pointwise(node: fx.Node, whole: Any) -> torch.Tensor | None:
 
 def _run_on_fakes(target: Any, args: Any, kwargs: Any) -> Any:
     with FakeTensorMode():
-        fake = lambda leaf: _like(leaf, "cpu") if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+        fake = lambda leaf: like(leaf, "cpu") if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         result = target(*map_leaves(args, fake), **map_leaves(kwargs, fake))
-    return map_leaves(result, lambda leaf: _like(leaf, "meta") if isinstance(leaf, torch.Tensor) else leaf)
+    return map_leaves(result, lambda leaf: like(leaf, "meta") if isinstance(leaf, torch.Tensor) else leaf)
 
 
-def _like(value: torch.Tensor, device: str) -> torch.Tensor:
+def like(value: torch.Tensor, device: str) -> torch.Tensor:
+    """A tensor of the same layout on another device."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
 def _meta_whole(facts: Facts, item: Item) -> Any:
     if item.node.op == "get_attr":
-        return _like(getattr(facts.joint.module, str(item.node.target)), "meta")
+        return like(getattr(facts.joint.module, str(item.node.target)), "meta")
     return map_leaves(
-        item.node.meta["val"], lambda leaf: _like(leaf, "meta") if isinstance(leaf, torch.Tensor) else leaf
+        item.node.meta["val"], lambda leaf: like(leaf, "meta") if isinstance(leaf, torch.Tensor) else leaf
     )
 
 

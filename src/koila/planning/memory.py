@@ -8,17 +8,23 @@ last value in it; a merge that has begun is there while its loop goes on. Operat
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from koila.analysis.monoids import HALVES, Sum
 from koila.analysis.split import Item
 from koila.analysis.types import Merged, Sliced
-from koila.planning.body import SINKS, Body, FakeSource, sink_value, slice_whole
+from koila.ir.tree import map_leaves
+from koila.planning.body import SINKS, Body, FakeSource, like, sink_value, slice_whole
 from koila.planning.plan import Plan, key_of
+from koila.planning.workspace import retained_bytes, workspace_bytes
+
+aten = torch.ops.aten
 
 Ref = tuple[fx.Node, int]
 """A storage: the call that made it, and which of its results lies in it."""
@@ -73,6 +79,9 @@ class Storages:
                 own = (ref for ref in self.refs[node] if ref[0] is node)
                 # A product that is added to a sum has no storage of its own.
                 self.num_bytes.update({ref: 0 if "fused" in node.meta else num_bytes(*ref) for ref in own})
+                if isinstance(node.target, torch._ops.OpOverload) and (node, 0) in self.num_bytes:
+                    inside(node)
+                    self.num_bytes[node, 0] += node.meta["inside"][1]
 
     def made_by(self, node: fx.Node) -> list[Ref]:
         """The storages that a call makes."""
@@ -168,7 +177,28 @@ def inside(node: fx.Node) -> int:
         whole: Any = node.args[0]
         # Bits are opened to bytes in blocks.
         return node.meta["val"].numel() if isinstance(whole.meta["val"], FakeSource) else 0
-    return getattr(target, "transient_bytes", 0)
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "transient_bytes", 0)
+    if "inside" not in node.meta:
+        node.meta["inside"] = _workspaces(node)
+    return int(node.meta["inside"][0])
+
+
+_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
+
+
+def _workspaces(node: fx.Node) -> tuple[int, int]:
+    """What an operator allocates in its kernel, and what of it stays alive with its results."""
+    target: Any = node.target
+    on_cpu = target in _CONVOLUTIONS  # The choice of a kernel depends on the device.
+    swap = lambda leaf: leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf  # noqa: E731
+    call = map_leaves((tuple(node.args), dict(node.kwargs), node.meta["val"]), swap)
+    with FakeTensorMode() if on_cpu else nullcontext():
+        if on_cpu:
+            call = map_leaves(call, lambda leaf: like(leaf, "cpu") if isinstance(leaf, torch.Tensor) else leaf)
+        args, kwargs, result = call
+        hidden = workspace_bytes(target, args, result, kwargs)
+        return hidden, retained_bytes(target, args, result, kwargs)
 
 
 def _kind(item: Item) -> Any:
