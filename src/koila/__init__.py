@@ -6,7 +6,7 @@
 1.0
 """
 
-from koila._api import eager, explain, graph, keep, last_report, lazy, rule, run, settle, stream
+from koila._api import eager, explain, graph, keep, last_report, lazy, plan, rule, run, settle, stream
 from koila._budget import budget
 from koila.capture.eager import EagerTensor
 from koila.capture.lazy import LazyTensor
@@ -22,6 +22,7 @@ from koila.errors import (
     StaleInputError,
 )
 from koila.execution.evaluation import Evaluation
+from koila.execution.planned import PlannedRun
 from koila.execution.report import Report, measure
 from koila.interfaces import BatchInfo, Runnable, RunnableTensor, TensorMixin
 from koila.ir.node import LazyFunction
@@ -41,6 +42,7 @@ __all__ = [
     "KoilaError",
     "LazyFunction",
     "LazyTensor",
+    "PlannedRun",
     "PrePass",
     "Report",
     "Runnable",
@@ -59,6 +61,7 @@ __all__ = [
     "lookup_method",
     "measure",
     "metrics",
+    "plan",
     "progress",
     "rule",
     "run",

@@ -20,6 +20,7 @@ from koila.capture.inputs import make_lazy
 from koila.capture.lazy import LazyTensor
 from koila.capture.recorder import Bridge, recorder
 from koila.execution.engine import Engine
+from koila.execution.planned import PlannedRun, plan_values
 from koila.execution.programs import NotSplittable, Program, forget_plans
 from koila.execution.report import Report
 from koila.ir.graph import Graph, collect
@@ -167,6 +168,32 @@ def explain(value: Any, *, backward: bool = False, chunk_size: int | None = None
     """
     wanted = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
     return explain_values(wanted, backward, chunk_size or current_budget().chunk_size or 1)
+
+
+def plan(value: Any, *, backward: bool = False, budget: object = None, total: object = None,
+         device: str | torch.device = "cpu") -> PlannedRun:  # fmt: skip
+    """Plan the program behind a value for a budget; nothing is run.
+
+    Args:
+        value: A lazy tensor, or a structure of them.
+        backward: Plan forward and backward together; `value` must then be a scalar.
+        budget: What the run may allocate, as in `koila.lazy`; the scope's if not given.
+        total: What the device has in all, for a run that has it to itself.
+        device: The device to plan for; it need not be here. Workspaces are those of the CPU's kernels.
+
+    Returns:
+        A `PlannedRun`: print it, compare it, turn it into JSON.
+
+    Raises:
+        BudgetError: No plan fits; the error names the smallest budget that would do.
+
+    >>> print(plan(lazy(torch.ones(8, 4)).sum(), budget="1KiB").chunk_size)
+    8
+    """
+    wanted = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
+    given = budget if budget is not None else total
+    limit = None if given is None else read_bytes(given, "budget" if budget is not None else "total")
+    return plan_values(wanted, backward, limit, torch.device(device))
 
 
 def last_report() -> Report:

@@ -16,7 +16,7 @@ NAMES = [
     "KoilaError",
     "LazyFunction",
     "LazyTensor",
-    "Plan",
+    "PlannedRun",
     "PrePass",
     "Report",
     "Runnable",

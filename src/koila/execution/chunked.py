@@ -21,6 +21,7 @@ from koila.execution.loops import Loop, compile_body
 from koila.ir.draws import Source
 from koila.ir.graph import Graph
 from koila.planning.body import Body
+from koila.planning.memory import Projection
 from koila.planning.plan import Plan, is_joint, key_of
 from koila.planning.region import Region
 from koila.planning.shelf import empty_in_file
@@ -41,6 +42,7 @@ class CompiledPlan:
         """(first sample, sample after the last) of each chunk that a run goes through."""
         self.projected_bytes: int | None = None
         """What the run will allocate at its peak, where a byte budget asked for it."""
+        self.projection: Projection | None = None
         self._loops: dict[Body, Loop] = {}
 
     def code(self, body: Body) -> Loop:

@@ -149,7 +149,7 @@ class Program:
         events.count("plans")
         events.sample("plan_seconds", time.perf_counter() - started)
         compiled = CompiledPlan(plan)
-        compiled.projected_bytes = projection.peak_bytes + outside
+        compiled.projection, compiled.projected_bytes = projection, projection.peak_bytes + outside
         return compiled
 
     def _search(self, selection: Selection, offload: bool) -> Search:

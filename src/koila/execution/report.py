@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from koila._bytes import format_bytes
 from koila.planning.plan import Plan
 from koila.planning.region import Region
@@ -102,12 +104,16 @@ def recomputed(plan: Plan) -> dict[str, int]:
     for number, phase in enumerate(plan.phases):
         kept = plan.layout.kept_before(2 * number)
         for item in phase.stage.body:
-            if item.kind == "chunk" and item not in kept and not getattr(item.node.target, "is_view", False):
+            if item.kind == "chunk" and item not in kept and not _is_view(item.node.target):
                 found.update([str(item.node.target)] if item in seen else [])
                 seen.add(item)
         calls = next(iter(phase.loops.values())).calls
-        found.update(str(node.target) for node in calls if node.meta.get("again"))
+        found.update(str(node.target) for node in calls if node.meta.get("again") and not _is_view(node.target))
     return dict(found)
+
+
+def _is_view(target: Any) -> bool:
+    return not isinstance(target, torch._ops.OpOverload) or target.is_view or target is torch.ops.aten.reshape.default
 
 
 def regions(plan: Plan) -> tuple[str, ...]:

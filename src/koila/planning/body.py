@@ -90,6 +90,12 @@ class Body:
         """The nodes that run, in order."""
         return [node for node in self.graph.nodes if node.op == "call_function"]
 
+    def decisions(self) -> list[str]:
+        """What runs, in order, as text: equal for equal schedules."""
+        return [
+            f"{node.name} = {node.target}({', '.join(o.name for o in node.all_input_nodes)})" for node in self.calls
+        ]
+
     def with_graph(self, graph: fx.Graph) -> Body:
         """The same program, scheduled otherwise."""
         return Body(graph, self.wholes, self.sinks, self.chunk)

@@ -7,15 +7,17 @@ last value in it; a merge that has begun is there while its loop goes on. Operat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from koila._bytes import format_bytes
 from koila.analysis.monoids import HALVES, Sum
 from koila.analysis.split import Item
 from koila.analysis.types import Merged, Sliced
@@ -240,6 +242,10 @@ class Projection:
     """The section of the plan with the peak."""
     resident: tuple[int, ...] = ()
     """For each section, the bytes that are there beside what its body makes."""
+    kinds: tuple[tuple[str, int], ...] = ()
+    """What stands at the peak: (kind, bytes), together `peak_bytes`."""
+    recorded: int | None = None
+    """The recorded call that made the largest value at the peak; None in a backward pass."""
 
 
 class _Residents:
@@ -276,19 +282,41 @@ class _Residents:
             self.tokens.pop(item, None)
 
     def num_bytes(self) -> int:
-        return sum(self.sizes[token] for token in frozenset().union(*self.tokens.values()))
+        return sum(num_bytes for _, num_bytes in self.by_item())
+
+    def by_item(self) -> Iterator[tuple[Item, int]]:
+        """Each storage once, with the first item that holds it."""
+        seen: set[Any] = set()
+        for item, tokens in self.tokens.items():
+            for token in tokens - seen:
+                seen.add(token)
+                yield item, self.sizes[token]
 
 
 def project(plan: Plan) -> Projection:
     """The peak of a plan: at every step of every section."""
     here, resident = _Residents(), []
     best = Projection(0, "nothing")
+    results = {key_of(item): "results" for item in plan.facts.results if item is not None}
+    gradients = plan.facts.results[plan.facts.joint.num_outputs :]
+    results |= {key_of(item): "gradients" for item in gradients if item is not None}
 
-    def consider(body: Body, base: int, first: bool, section: int) -> None:
+    def consider(body: Body, base: int, first: bool, section: int, merging: Sequence[Item] = ()) -> None:
         nonlocal best
         peak = peak_of(body, first)
-        if base + peak.num_bytes > best.peak_bytes:
-            best = Projection(base + peak.num_bytes, describe(body, peak), section)
+        if base + peak.num_bytes <= best.peak_bytes:
+            return
+        kinds: Counter[str] = Counter()
+        for item in merging:
+            kinds[results.get(key_of(item), "merges")] += state_bytes(item)
+        for item, num_bytes in here.by_item():
+            kinds[results.get(item, "kept values")] += num_bytes
+        hidden = inside(body.calls[peak.step])
+        kinds["workspace"] += hidden
+        kinds["activations"] += peak.num_bytes - hidden
+        found = tuple((kind, size) for kind, size in sorted(kinds.items()) if size)
+        text, recorded = describe(body, peak)
+        best = Projection(base + peak.num_bytes, text, section, kinds=found, recorded=recorded)
 
     for number, phase in enumerate((*plan.phases, None)):
         body = plan.after if phase is None else phase.before
@@ -309,22 +337,24 @@ def project(plan: Plan) -> Projection:
         for body in phase.loops.values():
             consider(body, base, True, 2 * number + 1)
             if len(plan.chunks) > 1:
-                consider(body, base + states, False, 2 * number + 1)
+                consider(body, base + states, False, 2 * number + 1, merged)
         for item in merged:
             here.add(item, value_bytes(item))
         here.free(plan.frees[2 * number + 1])
-    return Projection(best.peak_bytes, best.largest, best.section, tuple(resident))
+    return replace(best, resident=tuple(resident))
 
 
-def describe(body: Body, peak: Peak) -> str:
-    """What stands at a peak: the call, and the largest value alive."""
+def describe(body: Body, peak: Peak) -> tuple[str, int | None]:
+    """What stands at a peak: the call, and the largest value alive with the recorded call that it comes from."""
     if not body.calls:
-        return "nothing"
+        return "nothing", None
     node = body.calls[peak.step]
     largest = max(peak.alive, key=lambda ref: num_bytes(*ref), default=None)
     text = str(node.args[2] if node.target in SINKS else node.target)
     if largest is None:
-        return text
+        return text, node.meta.get("recorded")
     tensor = tensors_of(largest[0].meta["val"])[largest[1]]
     assert tensor is not None
-    return f"{text}; the largest value there is {largest[0].target} {list(tensor.shape)}"
+    size = format_bytes(tensor.numel() * tensor.element_size())
+    text = f"{text}; the largest value there is {largest[0].target} {list(tensor.shape)} ({size})"
+    return text, largest[0].meta.get("recorded")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -132,14 +133,45 @@ class Plan:
         """(first sample, sample after the last) of each chunk."""
         return chunks(self.facts.num_samples, self.chunk_size)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Every decision as plain data: equal for equal plans, and ready for JSON."""
+        names = lambda items: [item.node.name for item in items]  # noqa: E731
+        return {
+            "num_samples": self.facts.num_samples,
+            "chunk_size": self.chunk_size,
+            "gathered": [name for name, _ in self.facts.gathers],
+            "offloaded": sorted(names(self.offloaded)),
+            "phases": [
+                {
+                    "merged": names(phase.targets),
+                    "kept": names(phase.kept),
+                    "before": phase.before.decisions(),
+                    "loops": {str(size): body.decisions() for size, body in sorted(phase.loops.items())},
+                }
+                for phase in self.phases
+            ],
+            "after": self.after.decisions(),
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return hash((self.chunk_size, self.facts.num_samples, len(self.phases)))
+
     def __str__(self) -> str:
         lines = [f"{len(self.chunks)} chunks of {self.chunk_size} of {self.facts.num_samples} samples"]
         for number, phase in enumerate(self.phases):
-            kept = ", ".join(item.node.name for item in phase.kept) or "nothing"
-            body, merged = len(phase.stage.body), len(phase.targets)
-            lines.append(f"  phase {number}: {body} values per chunk, {merged} merged or gathered, keeps {kept}")
+            body = next(iter(phase.loops.values()))
+            again = sum(bool(node.meta.get("again")) for node in body.calls)
+            text = f"  phase {number}: {len(body.calls)} calls per chunk, {len(phase.targets)} merged or gathered"
+            text += f", {len(phase.kept)} kept" if phase.kept else ""
+            lines.append(text + (f", {again} computed again" if again else ""))
+            lines += [f"    {node.target}" for node in body.calls if hasattr(node.target, "plan")]
         gathered = ", ".join(f"{name} (for {user})" for name, user in self.facts.gathers)
         lines.append(f"  gathered: {gathered or 'nothing'}")
+        if self.offloaded:
+            lines.append(f"  in a file: {', '.join(sorted(item.node.name for item in self.offloaded))}")
         return "\n".join(lines)
 
 
