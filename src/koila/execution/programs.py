@@ -161,7 +161,8 @@ class Program:
         seeds = (self.graph.outputs[root].prepass.num_bytes for root in self.demand.roots)
         # Real values that eager code made on the way: a position embedding, say.
         made = sum(leaf.numel() * leaf.element_size() for leaf in self.graph.leaves if leaf.grad_fn is not None)
-        known = drawn_bytes(self.graph) + made + _corrections.get((self.key, selection), 0)
+        objects = OBJECT_BYTES * len(self.joint.module.graph.nodes)
+        known = drawn_bytes(self.graph) + made + objects + _corrections.get((self.key, selection), 0)
         return known + (sum(seeds) if selection.gradients else 0)
 
     def plan(self, selection: Selection, budget: Budget) -> CompiledPlan:
@@ -222,6 +223,8 @@ class Program:
         return found
 
 
+OBJECT_BYTES = 384
+"""What Python and PyTorch allocate for a tensor beside its storage, as the malloc hook sees it."""
 _corrections: dict[Any, int] = {}
 """By program, the bytes by which a measured peak was above the projection."""
 

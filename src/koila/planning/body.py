@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from koila.analysis.split import Facts, Item, arguments_by_name
 from koila.analysis.trace import SlotArgument
 from koila.analysis.types import Merged, Sliced, chunk_of
 from koila.errors import AnalysisError
+from koila.ir.cache import Cache
 from koila.ir.draws import Source
-from koila.ir.tree import map_leaves
+from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
 
@@ -84,17 +86,19 @@ class Body:
     """What each index of the sink is."""
     chunk: int | None
     """Samples per chunk; None for a section that runs once."""
-
-    @property
-    def calls(self) -> list[fx.Node]:
-        """The nodes that run, in order."""
-        return [node for node in self.graph.nodes if node.op == "call_function"]
+    notes: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What was found out about it."""
 
     def decisions(self) -> list[str]:
         """What runs, in order, as text: equal for equal schedules."""
         return [
             f"{node.name} = {node.target}({', '.join(o.name for o in node.all_input_nodes)})" for node in self.calls
         ]
+
+    @cached_property
+    def calls(self) -> list[fx.Node]:
+        """The nodes that run, in order."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
 
     def with_graph(self, graph: fx.Graph) -> Body:
         """The same program, scheduled otherwise."""
@@ -209,10 +213,56 @@ def run_node(node: fx.Node) -> Any:
     args, kwargs = map_leaves(node.args, swap), map_leaves(dict(node.kwargs), swap)
     if kwargs.get("device") is not None:
         kwargs["device"] = "meta"
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.is_view or target is aten.reshape.default:
+        return target(*args, **kwargs)
+    return _remembered(target, args, kwargs)
+
+
+_results: Cache[Any] = Cache("meta_cache", 16384)
+
+
+def _remembered(target: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator that makes new storages: layers of one shape ask once."""
+    key = call_key(target, args, kwargs)
+    known = _results.get(key)
+    if known is not None:
+        return map_leaves(known, lambda leaf: leaf.make() if isinstance(leaf, _Form) else leaf)
     try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        result = target(*args, **kwargs)
     except NotImplementedError:
-        return _run_on_fakes(node.target, args, kwargs)
+        result = _run_on_fakes(target, args, kwargs)
+    given = {leaf.untyped_storage()._cdata for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    made = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
+    if not any(leaf.untyped_storage()._cdata in given or leaf._is_view() for leaf in made):
+        form = lambda leaf: _Form.of(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+        _results.add(key, map_leaves(result, form))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The layout of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def make(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+def call_key(target: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Equal for calls of an operator whose arguments have the same layouts and the same values."""
+    found: list[Any] = [target]
+    for leaf in leaves((args, kwargs)):
+        tensor = isinstance(leaf, torch.Tensor)
+        found.append((tuple(leaf.shape), leaf.stride(), leaf.dtype) if tensor else (type(leaf), leaf))
+    return (*found, len(args), tuple(kwargs))
 
 
 def _pointwise(node: fx.Node, whole: Any) -> torch.Tensor | None:

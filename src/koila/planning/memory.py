@@ -21,8 +21,9 @@ from koila._bytes import format_bytes
 from koila.analysis.monoids import HALVES, Sum
 from koila.analysis.split import Item
 from koila.analysis.types import Merged, Sliced
+from koila.ir.cache import Cache
 from koila.ir.tree import map_leaves
-from koila.planning.body import SINKS, Body, FakeSource, like, sink_value, slice_whole
+from koila.planning.body import SINKS, Body, FakeSource, call_key, like, sink_value, slice_whole
 from koila.planning.plan import Plan, key_of
 from koila.planning.workspace import retained_bytes, workspace_bytes
 
@@ -90,6 +91,14 @@ class Storages:
         return [ref for ref in self.refs[node] if ref[0] is node and ref in self.num_bytes]
 
 
+def storages_of(body: Body) -> Storages:
+    """The storages of a body, found once."""
+    found = body.notes.get("storages")
+    if found is None:
+        found = body.notes["storages"] = Storages(body.graph)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The worst moment of a body."""
@@ -106,7 +115,7 @@ class _Lives:
     """From which to which call each storage of a body lives."""
 
     def __init__(self, body: Body, first: bool) -> None:
-        self.storages, self.calls = Storages(body.graph), body.calls
+        self.storages, self.calls = storages_of(body), body.calls
         last: dict[Ref, int] = {}
         for step, node in enumerate(self.calls):
             for each in (node, *node.all_input_nodes):
@@ -192,9 +201,21 @@ _CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 def _workspaces(node: fx.Node) -> tuple[int, int]:
     """What an operator allocates in its kernel, and what of it stays alive with its results."""
     target: Any = node.target
-    on_cpu = target in _CONVOLUTIONS  # The choice of a kernel depends on the device.
+    operands = [operand.meta.get("val") for operand in node.all_input_nodes]
+    types = {value.dtype for value in (*operands, node.meta["val"]) if isinstance(value, torch.Tensor)}
+    if target.is_view or (torch.Tag.pointwise in target.tags and len(types) == 1):
+        return 0, 0
     swap = lambda leaf: leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf  # noqa: E731
-    call = map_leaves((tuple(node.args), dict(node.kwargs), node.meta["val"]), swap)
+    args, kwargs = map_leaves((tuple(node.args), dict(node.kwargs)), swap)
+    key = call_key(target, args, kwargs)
+    return _known.get_or_add(key, lambda: _ask_table(target, args, kwargs, node.meta["val"]))
+
+
+_known: Cache[tuple[int, int]] = Cache("workspace_cache", 16384)
+
+
+def _ask_table(target: Any, *call: Any) -> tuple[int, int]:
+    on_cpu = target in _CONVOLUTIONS  # The choice of a kernel depends on the device.
     with FakeTensorMode() if on_cpu else nullcontext():
         if on_cpu:
             call = map_leaves(call, lambda leaf: like(leaf, "cpu") if isinstance(leaf, torch.Tensor) else leaf)
@@ -261,7 +282,7 @@ class _Residents:
 
     def add_from(self, body: Body) -> None:
         """What a section stores."""
-        storages = Storages(body.graph)
+        storages = storages_of(body)
         placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
         pairs = zip(placeholders, body.wholes, strict=False)
         read = {node: self.tokens.get(key_of(item), frozenset()) for node, item in pairs}

@@ -10,13 +10,13 @@ from __future__ import annotations
 from torch import fx
 
 from koila.planning.body import SINKS, Body
-from koila.planning.memory import Ref, Storages
+from koila.planning.memory import Ref, Storages, storages_of
 from koila.planning.recompute import scheduled
 
 
 def reorder(body: Body) -> Body:
     """The body in the order that keeps the fewest bytes, call by call."""
-    calls, storages = body.calls, Storages(body.graph)
+    calls, storages = body.calls, storages_of(body)
     place = {node: number for number, node in enumerate(calls)}
     waiting = {node: {o for o in node.all_input_nodes if o in place} for node in calls}
     readers: dict[Ref, int] = {}

@@ -16,7 +16,7 @@ from torch import fx
 
 from koila.planning.body import SINKS, Body, sink_value
 from koila.planning.cost import CALL, seconds
-from koila.planning.memory import Ref, Storages, inside
+from koila.planning.memory import Ref, inside, storages_of
 from koila.planning.shelf import shelve, unshelve
 
 _PATIENCE = 6
@@ -35,7 +35,7 @@ class _Play:
         self.body, self.limit, self.offload, self.again = body, limit, offload, again
         self.shelved: set[fx.Node] = set()
         self.calls = body.calls
-        self.storages = Storages(body.graph)
+        self.storages = storages_of(body)
         self.uses: dict[fx.Node, list[int]] = {node: [] for node in self.calls}
         for step, node in enumerate(self.calls):
             for operand in node.all_input_nodes:

@@ -17,7 +17,7 @@ from koila.analysis.split import Facts
 from koila.errors import BudgetError
 from koila.planning.body import Body
 from koila.planning.cost import total_seconds
-from koila.planning.memory import Projection, peak_of, project
+from koila.planning.memory import Projection, peak_of, project, state_bytes
 from koila.planning.plan import Layout, Phase, Plan, keep_less, make_layout, make_plan
 from koila.planning.shrink import LEVERS, shrink
 
@@ -85,6 +85,16 @@ KEEPING = (1.0, 0.75, 0.5, 0.25, 0.0)
 """How much of what crosses phases is kept, from all to nothing."""
 
 
+def kept_bytes(layout: Layout) -> int:
+    """The most that is kept between phases at any time, with the gradients and results that are there by then."""
+    most = now = 0
+    for number, stage in enumerate(layout.stages):
+        now += sum(map(state_bytes, (*stage.targets, *stage.kept)))
+        most = max(most, now)
+        now -= sum(map(state_bytes, layout.frees[2 * number + 1]))
+    return most
+
+
 class Search:
     """All plans of one program, made when they are needed."""
 
@@ -125,6 +135,8 @@ class Search:
 
     def _fitting(self, allowed: int) -> Iterator[Found]:
         for level in self._levels():
+            if level >= 0 and kept_bytes(self.layout(level)) > allowed:
+                continue  # No chunk size makes room for what this level keeps.
             largest = self._largest_that_fits(level, allowed)
             if largest is not None:
                 yield self.plain(level, self.sizes[largest])
