@@ -28,7 +28,7 @@ MIB = 2**20
 SHARES = (1.0, 0.5, 0.25, 0.1)
 BAND = 1.03
 """Differences below this are noise."""
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 """The largest normwise difference of gradients. oneDNN's float32 convolutions of a part of the batch are 3.5e-6 away
 from those of the whole, by hand as well."""
 
