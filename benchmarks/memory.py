@@ -208,10 +208,11 @@ def markdown(cells: list[Cell], not_run: list[str]) -> str:
         lines += [_row(cell) for cell in cells if cell.program == name]
     violations = [_line(cell) for cell in cells if cell.verdict.startswith("VIOLATION")]
     failures = [_line(cell) for cell in cells if cell.verdict.startswith("failed")]
+    timed = any(cell.ratio is not None for cell in cells)
     for title, found in (
         ("Violations", violations),
         ("Failures", failures),
-        ("Peers that are smaller and faster than koila's curve", winners(cells)),
+        ("Peers that are smaller and faster than koila's curve", winners(cells) if timed else ["not judged: no times"]),
         ("Not run", not_run),
     ):
         lines += ["", f"## {title}", "", *([f"- {line}" for line in found] or ["none"])]

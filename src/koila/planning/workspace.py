@@ -426,7 +426,9 @@ def _convolution_backward(call: Call, result: Any) -> int:
         return 0
     wanted = call["output_mask"]
     source, weight, bias = (num_bytes(tensor) if asked else 0 for tensor, asked in zip(result, wanted, strict=True))
-    contiguous = _image_copy(found.source) + _image_copy(found.output)
+    # The layout of the input and the weight decides: a gradient in channels last is copied, too.
+    copied = _copy if found.is_blocked else _image_copy
+    contiguous = copied(found.source) + copied(found.output)
     if _uses_onednn(found):
         peaks = (found.source_peak(), source + found.weight_peak(), 0)
     else:
