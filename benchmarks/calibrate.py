@@ -190,6 +190,7 @@ def products() -> Iterator[Call]:
                 "strided n": (strided_a, b),
                 "n strided": (a, strided_b),
                 "expanded n": (expanded, b),
+                "a column": (a[:1].t(), b[:1]),
             }
             for layout, pair in pairs.items():
                 note = f"{rows}×{inner} @ {inner}×{columns} {layout} {str(dtype).removeprefix('torch.')}"
@@ -336,8 +337,13 @@ def indexing() -> Iterator[Call]:
         for accumulate in (False, True):
             yield Call(aten.index_put.default, (x, [rows], values, accumulate))
         yield Call(aten.index_add.default, (x, 0, rows, values))
-        yield Call(aten.gather.default, (x, 1, torch.zeros(512, 8, dtype=torch.long)))
-        yield Call(aten.scatter_add.default, (x, 1, torch.zeros(512, 64, dtype=torch.long), x))
+        for dim, index in ((1, torch.zeros(512, 64, dtype=torch.long)), (0, rows[:8, None].expand(8, 4096))):
+            source = x[: index.shape[0], : index.shape[1]].contiguous()
+            yield Call(aten.gather.default, (x, dim, index))
+            yield Call(aten.scatter.src, (x, dim, index, source))
+            yield Call(aten.scatter.value, (x, dim, index, 1.0))
+            yield Call(aten.scatter_add.default, (x, dim, index, source))
+            yield Call(aten.scatter_reduce.two, (x, dim, index, source, "amax"))
         yield Call(aten.cat.default, ([x, x], 1))
         yield Call(aten.nll_loss_forward.default, (x, torch.zeros(512, dtype=torch.long), None, 1, -100))
 
@@ -446,6 +452,10 @@ FORMULAS = {
     "_linalg_svd.default": "4 × x",
     "_fft_c2r.default": "x, for more than one dimension",
     **dict.fromkeys(("mul.Tensor", "add.Tensor", "lt.Tensor", "div.Tensor", "where.self", "sqrt.default"), "casts"),
+    **dict.fromkeys(
+        ("gather.default", "scatter.src", "scatter.value", "scatter_add.default", "scatter_reduce.two"),
+        "half precision: the result in float32",
+    ),
     **dict.fromkeys(("embedding_dense_backward.default", "median.dim"), "copy of a strided x"),
 }
 

@@ -28,7 +28,7 @@ MIB = 2**20
 SHARES = (1.0, 0.5, 0.25, 0.1)
 BAND = 1.03
 """Differences below this are noise."""
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 """The largest normwise difference of gradients. oneDNN's float32 convolutions of a part of the batch are 3.5e-6 away
 from those of the whole, by hand as well."""
 
@@ -208,10 +208,11 @@ def markdown(cells: list[Cell], not_run: list[str]) -> str:
         lines += [_row(cell) for cell in cells if cell.program == name]
     violations = [_line(cell) for cell in cells if cell.verdict.startswith("VIOLATION")]
     failures = [_line(cell) for cell in cells if cell.verdict.startswith("failed")]
+    timed = any(cell.ratio is not None for cell in cells)
     for title, found in (
         ("Violations", violations),
         ("Failures", failures),
-        ("Peers that are smaller and faster than koila's curve", winners(cells)),
+        ("Peers that are smaller and faster than koila's curve", winners(cells) if timed else ["not judged: no times"]),
         ("Not run", not_run),
     ):
         lines += ["", f"## {title}", "", *([f"- {line}" for line in found] or ["none"])]

@@ -55,7 +55,7 @@ def inference(batch: int) -> Program:
 PROGRAMS: dict[str, tuple[Callable[[int], Program], int]] = {
     "gpt": (gpt, 4),
     "cnn": (cnn, 8),
-    "inference": (inference, 64),
+    "inference": (inference, 512),
 }
 
 

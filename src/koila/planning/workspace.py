@@ -131,9 +131,9 @@ def _orientation(matrix: torch.Tensor) -> str:
     """How BLAS can read a matrix: "n" row by row, "t" column by column, "copy" not at all."""
     rows, columns = matrix.shape[-2:]
     down, right = matrix.stride()[-2:]
-    if (right == 1 or columns == 1) and down >= max(1, columns):
+    if right == 1 and down >= max(1, columns):
         return "n"
-    return "t" if (down == 1 or rows == 1) and right >= max(1, rows) else "copy"
+    return "t" if down == 1 and right >= max(1, rows) else "copy"
 
 
 def _product(left: str, right: str) -> Formula:
@@ -426,7 +426,9 @@ def _convolution_backward(call: Call, result: Any) -> int:
         return 0
     wanted = call["output_mask"]
     source, weight, bias = (num_bytes(tensor) if asked else 0 for tensor, asked in zip(result, wanted, strict=True))
-    contiguous = _image_copy(found.source) + _image_copy(found.output)
+    # The layout of the input and the weight decides: a gradient in channels last is copied, too.
+    copied = _copy if found.is_blocked else _image_copy
+    contiguous = copied(found.source) + copied(found.output)
     if _uses_onednn(found):
         peaks = (found.source_peak(), source + found.weight_peak(), 0)
     else:
@@ -494,10 +496,15 @@ def _average_backward(call: Call, result: Any) -> int:
     return num_bytes(result) if not given.is_contiguous() and not _image_copy(given) else _image_copy(given)
 
 
+def _scatter(call: Call, result: Any) -> int:
+    """Half precision is scattered into a float32 copy."""
+    return 4 * result.numel() if result.dtype in HALF else 0
+
+
 def _scatter_add(call: Call, result: Any) -> int:
-    """Half precision sums in float32, unless whole rows are added."""
-    rows = call["index"].dim() and call["index"].stride(-1) == 0
-    return 4 * result.numel() if result.dtype in HALF and not rows else 0
+    """The same, unless whole rows are added."""
+    rows = call["index"].dim() > 1 and call["dim"] == 0 and call["index"].stride(-1) == 0
+    return 0 if rows else _scatter(call, result)
 
 
 def _transform(per_element: int) -> Formula:
@@ -567,7 +574,11 @@ _TABLE: dict[OpOverload, Formula] = {
     aten.kthvalue.default: lambda call, _: num_bytes(call["self"]) + 8 * call["self"].numel(),
     aten.median.dim: lambda call, _: _copy(call["self"]) + 10 * call["self"].shape[call["dim"]],
     aten.index_add.default: lambda call, _: 56 * call["index"].numel(),
+    aten.scatter.src: _scatter,
+    aten.scatter.value: _scatter,
+    aten.scatter_reduce.two: _scatter_add,
     aten.scatter_add.default: _scatter_add,
+    aten.gather.default: _scatter,
     aten._fft_r2c.default: _transform(32),
     aten._fft_c2c.default: _transform(120),
     aten._fft_c2r.default: lambda call, result: (
