@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from koila import events
 from koila.analysis.rules import rule_for
 from koila.analysis.ruling import Call, Ruling
 from koila.analysis.split import Facts, analyse, arguments_by_name, describe_call
@@ -362,7 +363,8 @@ class _Making:
                 if number not in given:
                     copies[each] = graph.call_function(operator.getitem, (made, number))
                     copies[each].meta.update(val=each.meta["val"], alias=((0, number),))
-        assert made is not None
+        if made is None:
+            raise _Fails  # Something outside lies between its calls.
         return self.body.with_graph(graph), made
 
 
@@ -451,10 +453,12 @@ def _split_around(body: Body, value: fx.Node, limit: int) -> Body | None:
             growth = following
         try:
             making = _Making(growth)
-        except Exception:  # What cannot be analysed stays as it is (Rule 3).
+            if making.is_proved():
+                return _sized(making, limit)
+        except _Fails:
             continue
-        if making.is_proved():
-            return _sized(making, limit)
+        except Exception as error:  # What cannot be analysed stays as it is (Rule 3).
+            events.count(f"region_error::{type(error).__name__}: {error}")
     return None
 
 
