@@ -1,8 +1,7 @@
 """What the runs of one trial have in common is done once.
 
-*Takes* koila's tracer, analysis and compiler of loops. *Gives* the same functions with a short memory: a trace does not
-depend on the cut, an analysis does not depend on the chunk size, and a loop that two plans contain is checked and
-compiled once. Every run is planned and made on its own.
+*Takes* koila's tracer and analysis. *Gives* the same functions with a short memory: a trace does not depend on the cut,
+and an analysis does not depend on the chunk size. Every run is planned and made on its own.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from functools import wraps
 from typing import Any
 
 from koila.analysis.trace import Demand, Joint
-from koila.execution import chunked, programs
+from koila.execution import programs
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 
@@ -28,10 +27,6 @@ def _traced(graph: Graph, demand: Demand) -> Any:
 
 def _analysed(joint: Joint, batches: dict[int, int], num_samples: int, wanted: set[int] | None = None) -> Any:
     return joint.module, tuple(batches.items()), num_samples, None if wanted is None else frozenset(wanted)
-
-
-def _compiled(phase: Any, kept_before: set[Any], num_samples: int, chunk: int) -> Any:
-    return phase, frozenset(kept_before), num_samples, chunk
 
 
 def _remember(module: Any, name: str, key: Callable[..., Any]) -> None:
@@ -49,7 +44,6 @@ def share() -> None:
     """Remember what does not depend on the run."""
     _remember(programs, "trace", _traced)
     _remember(programs, "analyse", _analysed)
-    _remember(chunked, "compile_loop", _compiled)
 
 
 def forget() -> None:

@@ -214,7 +214,7 @@ class Engine:
                 self._run_split(evaluation, request, budget)
                 notes.how = "split"
             except NotSplittable as reason:
-                self._check_whole_fits(evaluation, request, budget)
+                self._check_whole_fits(evaluation, request, budget, str(reason))
                 self._fall_back(str(reason))
         if notes.how == "whole":
             self._run_whole(evaluation, request)
@@ -247,12 +247,15 @@ class Engine:
             self._notes.projected_bytes = projection.peak_bytes
         return fits
 
-    def _check_whole_fits(self, evaluation: Evaluation, request: BackwardRequest | None, budget: Budget) -> None:
+    def _check_whole_fits(
+        self, evaluation: Evaluation, request: BackwardRequest | None, budget: Budget, reason: str
+    ) -> None:
         """Rule 2: what cannot be cut and does not fit is refused before it runs."""
         if budget.allowed_bytes is not None and not self._fits_whole(evaluation, request, budget):
             projection = _projected_whole(evaluation, request)
             if projection.peak_bytes > budget.allowed_bytes and not budget.is_default:
-                raise refusal(projection.peak_bytes, budget.allowed_bytes, projection.largest)
+                why = f"{projection.largest}; it runs whole: {reason}"
+                raise refusal(projection.peak_bytes, budget.allowed_bytes, why)
 
     def _fall_back(self, reason: str) -> None:
         self._notes.fallbacks.append(reason)

@@ -6,6 +6,7 @@ plans is the faster one.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -33,14 +34,15 @@ def _seconds(node: fx.Node) -> float:
     target: Any = node.target
     if hasattr(target, "seconds"):
         return float(target.seconds)
-    if not isinstance(target, torch._ops.OpOverload):
+    overload = isinstance(target, torch._ops.OpOverload)
+    if target is operator.getitem or (overload and target.is_view) or node.op != "call_function":
         return 1e-6
-    if target.is_view:
-        return 1e-6
-    swap = lambda leaf: leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf  # noqa: E731
-    args, kwargs = map_leaves(tuple(node.args), swap), map_leaves(dict(node.kwargs), swap)
-    touched = sum(t.numel() * t.element_size() for t in leaves((args, node.meta["val"])) if isinstance(t, torch.Tensor))
-    return CALL + touched / BYTES + _flops(target, args, kwargs, node.meta["val"]) / FLOPS
+    swap = lambda leaf: leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf  # noqa: E731
+    args, kwargs, result = map_leaves((tuple(node.args), dict(node.kwargs), node.meta.get("val")), swap)
+    if getattr(target, "__name__", "") == "slice_whole":
+        args = ()  # It reads no more than it gives.
+    touched = sum(t.numel() * t.element_size() for t in leaves((args, kwargs, result)) if isinstance(t, torch.Tensor))
+    return CALL + touched / BYTES + (_flops(target, args, kwargs, result) / FLOPS if overload else 0.0)
 
 
 def _flops(target: Any, args: Any, kwargs: Any, result: Any) -> float:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from koila._bytes import format_bytes
 from koila.analysis.monoids import HALVES, Sum
+from koila.analysis.rules.reduce import chunk_moments, moments_bytes
 from koila.analysis.split import Item
 from koila.analysis.types import Merged, Sliced
 from koila.ir.cache import Cache
@@ -188,6 +189,8 @@ def inside(node: fx.Node) -> int:
         whole: Any = node.args[0]
         # Bits are opened to bytes in blocks.
         return node.meta["val"].numel() if isinstance(whole.meta["val"], FakeSource) else 0
+    if target is chunk_moments:
+        return moments_bytes(node.all_input_nodes[0].meta["val"])
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "transient_bytes", 0)
     if "inside" not in node.meta:

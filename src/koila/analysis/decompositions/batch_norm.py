@@ -26,10 +26,13 @@ def _normalised(
     mean: Tensor,
     invstd: Tensor,
 ) -> Tensor:
-    """`(x - mean) * invstd * weight + bias`, in the statistics' dtype, returned in the input's."""
+    """`(x - mean) * invstd * weight + bias` as one line per channel, as eager's kernel computes it.
+
+    In the statistics' dtype, returned in the input's.
+    """
     scale = invstd if weight is None else invstd * weight
-    result = (input - _per_channel(mean, input.ndim)) * _per_channel(scale, input.ndim)
-    return cast(result if bias is None else result + _per_channel(bias, input.ndim), input.dtype)
+    shift = -mean * scale if bias is None else bias - mean * scale
+    return cast(input * _per_channel(scale, input.ndim) + _per_channel(shift, input.ndim), input.dtype)
 
 
 def _statistics(input: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -132,8 +132,22 @@ def first_extreme(largest: bool, *, with_values: bool) -> Merge:
 
 
 def chunk_moments(self: Any, dim: Any, correction: Any, keepdim: bool) -> Any:
-    """`var_mean` of a chunk, wide enough to be merged."""
-    return aten.var_mean.correction(self.float() if self.dtype in HALVES else self, dim, correction=0, keepdim=keepdim)
+    """`var_mean` of a chunk, wide enough to be merged: in two passes, several times faster than PyTorch's one."""
+    wide = self.float() if self.dtype in HALVES else self
+    dims = list(dim) if dim else list(range(wide.ndim))
+    count = prod(wide.shape[place] for place in dims)
+    if count == 0 or wide.is_complex():
+        return aten.var_mean.correction(wide, dim, correction=0, keepdim=keepdim)
+    mean = wide.mean(dims, keepdim=True)
+    spread = wide - mean
+    variance = spread.mul_(spread).sum(dims, keepdim=keepdim) / count
+    return variance, mean.view(variance.shape)
+
+
+def moments_bytes(operand: torch.Tensor) -> int:
+    """What `chunk_moments` holds on its way."""
+    copies = 2 if operand.dtype in HALVES else 1
+    return copies * operand.numel() * (4 if operand.dtype in HALVES else operand.element_size())
 
 
 def moments(*, root: bool, with_mean: bool) -> Merge:
@@ -154,13 +168,9 @@ def moments(*, root: bool, with_mean: bool) -> Merge:
             with_mean=with_mean,
             dtype=narrow_dtype(first.dtype),
         )
-        return Ruling({"self": kind}, Merged(monoid), rewrite=_uncorrected, target=_moments_of(operand.dtype))
+        return Ruling({"self": kind}, Merged(monoid), rewrite=_uncorrected, target=chunk_moments)
 
     return merge
-
-
-def _moments_of(dtype: torch.dtype) -> Callable[..., Any]:
-    return chunk_moments if dtype in HALVES else aten.var_mean.correction
 
 
 def _uncorrected(arguments: dict[str, Any], num_samples: int) -> dict[str, Any]:
