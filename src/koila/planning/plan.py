@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,8 +50,6 @@ class Layout:
     stages: tuple[Stage, ...]
     after: tuple[Item, ...]
     """Whole items to run after the last loop, in order."""
-    gaps: dict[Item, int]
-    """Kept items that are let go after a phase, to be computed again in the next phase that needs them."""
 
     @cached_property
     def sections(self) -> list[tuple[Item, ...]]:
@@ -60,60 +57,34 @@ class Layout:
         return [*(part for stage in self.stages for part in (stage.before, stage.body)), self.after]
 
     @cached_property
-    def _reads(self) -> dict[Item, list[int]]:
-        """The sections in which each value is read, or made; results are read after the last one."""
-        reads: dict[Item, list[int]] = {}
+    def _last(self) -> dict[Item, int]:
+        """The last section in which each value is read; results are never let go."""
+        last: dict[Item, int] = {}
         for number, stage in enumerate(self.stages):
-            for item in (*stage.kept, *stage.targets):
-                reads.setdefault(item, []).append(2 * number + 1)
+            last.update(dict.fromkeys((*stage.kept, *stage.targets), 2 * number + 1))
         for number, items in enumerate(self.sections):
             kept = self.kept_before(number)
             for item in items:
-                for read in (item,) if item in kept else item.operands:
-                    reads.setdefault(key_of(read), []).append(number)
-        for result in self.facts.results:
-            if result is not None:
-                reads.setdefault(key_of(result), []).append(len(self.sections))
-        return reads
+                reads = (item,) if item in kept else item.operands
+                last.update((key_of(read), number) for read in reads)
+        last.update((key_of(result), len(self.sections)) for result in self.facts.results if result is not None)
+        return last
 
     @cached_property
     def frees(self) -> list[list[Item]]:
-        """For each section, the values that nobody reads after it, or not before they are computed again."""
+        """For each section, the values that nobody reads after it."""
         found: list[list[Item]] = [[] for _ in range(len(self.sections) + 1)]
-        for item, reads in self._reads.items():
-            found[max(reads)].append(item)
-            again = self.kept_again.get(item)
-            if again is not None:
-                found[max(read for read in reads if read < 2 * again + 1)].append(item)
+        for item, number in self._last.items():
+            found[number].append(item)
         return found
 
     def stored(self, number: int) -> tuple[Item, ...]:
         """Items of a Whole section that are read after it."""
-        return tuple(item for item in self.sections[number] if max(self._reads.get(item, [-1])) > number)
+        return tuple(item for item in self.sections[number] if self._last.get(item, -1) > number)
 
     def kept_before(self, number: int) -> set[Item]:
         """Items that a section finds kept."""
-        return set(self._kept_before[number // 2])
-
-    @cached_property
-    def kept_again(self) -> dict[Item, int]:
-        """Items that are let go for a while, and the phase that computes and keeps them again."""
-        first: dict[Item, int] = {}
-        again: dict[Item, int] = {}
-        for number, stage in enumerate(self.stages):
-            for item in stage.kept:
-                (again if item in first else first)[item] = number
-        return again
-
-    @cached_property
-    def _kept_before(self) -> list[frozenset[Item]]:
-        found: list[frozenset[Item]] = []
-        now: set[Item] = set()
-        for number, stage in enumerate(self.stages):
-            now -= {item for item in now if self.gaps.get(item, number) < number <= self.kept_again.get(item, number)}
-            found.append(frozenset(now))
-            now |= set(stage.kept)
-        return [*found, frozenset(now)]
+        return {item for stage in self.stages[: number // 2] for item in stage.kept}
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,13 +221,15 @@ def _work(item: Item) -> int:
     return 0 if getattr(item.node.target, "is_view", False) else 1
 
 
+_FEW = 8
+"""So many pointwise calls are done again rather than their result kept: longer chains would cost quadratic time."""
+
+
 class _Planner:
-    def __init__(self, facts: Facts, keeps: Callable[[Item], bool], gaps: dict[Item, int]) -> None:
-        self.facts, self.keeps, self.gaps = facts, keeps, gaps
+    def __init__(self, facts: Facts, keeps: Callable[[Item], bool]) -> None:
+        self.facts, self.keeps = facts, keeps
         self.targets: list[dict[Item, None]] = [{} for _ in range(facts.num_phases)]
         self.kept: dict[Item, int] = {}
-        """The phase that keeps each item, the latest one if several do."""
-        self.kept_by: list[list[Item]] = [[] for _ in range(facts.num_phases)]
         self.order = {node: index for index, node in enumerate(facts.joint.module.graph.nodes)}
         self._moved: set[Item] = set()
 
@@ -267,10 +240,10 @@ class _Planner:
         for number, body in enumerate(bodies):
             needed = [operand for item in body for operand in item.operands if not operand.per_chunk]
             before = self._whole_order(needed, done)
-            kept = tuple(self.kept_by[number])
+            kept = tuple(item for item, phase in self.kept.items() if phase == number)
             stages.append(Stage(before, tuple(body), tuple(self.targets[number]), kept))
         after = self._whole_order([item for item in self.facts.results if item is not None], done)
-        return Layout(self.facts, tuple(stages), after, self.gaps)
+        return Layout(self.facts, tuple(stages), after)
 
     def _place_targets(self) -> None:
         barriers = [item for item in self.facts.items if item.kind in ("finish", "gather")]
@@ -310,13 +283,11 @@ class _Planner:
         ends = {target: number for number, targets in enumerate(self.targets) for target in targets}
         for number, targets in enumerate(self.targets):
             body = _cone(targets, self._is_kept_before(number))
-            is_kept = self._is_kept_before(number)
-            let_go = [item for item in body if item in self.kept and not is_kept(item)]
-            fresh = (item for item in self._barrier_inputs(targets, body) if item not in self.kept)
-            for item in (*let_go, *(item for item in fresh if self.keeps(item) and not self._is_cheap(item))):
+            for item in self._barrier_inputs(targets, body):
+                if item in self.kept or not self.keeps(item) or self._is_cheap(item):
+                    continue
                 if self._is_needed_after(item, number, users, ends):
                     self.kept[item] = number
-                    self.kept_by[number].append(item)
             bodies.append(self._in_program_order(body))
         return bodies
 
@@ -355,13 +326,7 @@ class _Planner:
         return sorted(items, key=place.__getitem__)
 
     def _is_kept_before(self, number: int) -> Callable[[Item], bool]:
-        """Whether a phase finds an item there: cut out of a whole value, or kept and not let go since."""
-
-        def is_there(item: Item) -> bool:
-            kept = self.kept.get(item, number)
-            return item.kind == "slice" or (kept < number and not kept <= self.gaps.get(item, -1) < number)
-
-        return is_there
+        return lambda item: item.kind == "slice" or self.kept.get(item, number) < number
 
     def _barrier_inputs(self, targets: Iterable[Item], body: dict[Item, None]) -> list[Item]:
         """Sliced values that the merges of a phase read, through pointwise operators and views, outermost first."""
@@ -380,10 +345,21 @@ class _Planner:
         return sorted(found, key=_is_pointwise)
 
     def _is_cheap(self, item: Item) -> bool:
-        """Pointwise in what is there anyway: recomputing it costs less than keeping it."""
-        if item.kind == "slice" or item in self.kept:
-            return True
-        return _is_pointwise(item) and all(self._is_cheap(operand) for operand in item.operands if operand.per_chunk)
+        """A few pointwise calls away from what is there anyway: recomputing it costs less than keeping it."""
+        pending, seen, calls = [item], {item}, 0
+        while pending:
+            each = pending.pop()
+            if each.kind == "slice" or each in self.kept:
+                continue
+            if not _is_pointwise(each):
+                return False
+            calls += _work(each)
+            if calls > _FEW:
+                return False
+            fresh = [operand for operand in each.operands if operand.per_chunk and operand not in seen]
+            seen.update(fresh)
+            pending += fresh
+        return True
 
     def _whole_order(self, wanted: Iterable[Item], done: set[Item]) -> tuple[Item, ...]:
         """Whole items that are wanted and not done yet, operands first."""
@@ -427,63 +403,34 @@ def _is_pointwise(item: Item) -> bool:
     return torch.Tag.pointwise in target.tags or target.is_view
 
 
-def make_layout(
-    facts: Facts, keeps: Callable[[Item], bool] = lambda item: True, gaps: dict[Item, int] | None = None
-) -> Layout:
+def make_layout(facts: Facts, keeps: Callable[[Item], bool] = lambda item: True) -> Layout:
     """Place every item of a program; what `keeps` denies does not live from one phase to the next."""
-    return _Planner(facts, keeps, gaps or {}).run()
-
-
-_GAP = 3
-"""Phases between two readings of a kept value for which it is worth letting it go."""
+    return _Planner(facts, keeps).run()
 
 
 def keep_less(layout: Layout, share: float) -> Layout:
-    """A layout that keeps that share fewer bytes at the worst moment: what is cheapest to have again goes, per byte.
+    """A layout that keeps that share fewer bytes between phases: first goes what is cheapest to have again, per byte.
 
-    A value that is read again after many phases (in the backward pass) is let go in between and kept again when it has
-    been computed again; another one is not kept at all. Everything goes with a share of one.
+    Everything goes with a share of one.
     """
-    full = make_layout(layout.facts)
-    kept = [item for stage in full.stages for item in stage.kept]
-    gaps, denied = dict(layout.gaps), set(kept) - {item for stage in layout.stages for item in stage.kept}
-    held = [item for item in kept if item not in gaps and item not in denied]
-    price = {item: _price(full, item) for item in held}
-    goal, freed = share * sum(map(_whole_bytes, held)), 0
-    for item in sorted(held, key=lambda item: price[item] / _whole_bytes(item)):
-        if freed >= goal:
+    kept = [item for stage in layout.stages for item in stage.kept]
+    held, price = set(kept), {item: _price(layout, item) for item in kept}
+    total = sum(map(_whole_bytes, kept))
+    gone, freed = set[Item](), 0
+    for item in sorted(kept, key=lambda item: price[item] / _whole_bytes(item)):
+        if freed >= share * total:
             break
+        gone.add(item)
         freed += _whole_bytes(item)
-        gap = _longest_gap(full, item)
-        if gap is None:
-            denied.add(item)
-        else:
-            gaps[item] = gap
-    if share == 1:
-        gaps, denied = {}, set(kept)
-    allowed = set(kept) - denied
-    return make_layout(layout.facts, lambda item: item in allowed, gaps)
-
-
-def _readers(layout: Layout, item: Item) -> list[int]:
-    """The phases that read a kept item, the one that makes it first."""
-    return [number for number, stage in enumerate(layout.stages) if item in set(stage.body)]
-
-
-def _longest_gap(layout: Layout, item: Item) -> int | None:
-    """The phase before the longest time in which nobody reads a kept item."""
-    readers = _readers(layout, item)
-    gaps = [(second - first, first) for first, second in pairwise(readers)]
-    longest = max(gaps, default=(0, 0))
-    return longest[1] if longest[0] >= _GAP else None
+    return make_layout(layout.facts, lambda item: item in held and item not in gone)
 
 
 def _price(layout: Layout, item: Item) -> float:
-    """What it costs to compute a kept value again: once if it is kept again, else wherever it is read."""
+    """What it costs to compute a kept value again wherever it is read."""
     kept = {each for stage in layout.stages for each in stage.kept} - {item}
     cone = _cone([item], lambda each: each.kind == "slice" or each in kept)
-    times = 1 if _longest_gap(layout, item) is not None else len(_readers(layout, item)) - 1
-    return times * sum(seconds(each.node) for each in cone if each.kind == "chunk" and each not in kept)
+    readers = sum(item in stage.body and item not in stage.kept for stage in layout.stages)
+    return readers * sum(seconds(each.node) for each in cone if each.kind == "chunk" and each not in kept)
 
 
 def _whole_bytes(item: Item) -> int:
