@@ -81,7 +81,7 @@ def plan_values(values: Sequence[Value], backward: bool, limit: int | None, devi
     compiled = program.fitting(selection, allowed, budget.offload is not None)
     assert compiled.projected_bytes is not None and compiled.projection is not None
     projection, outside = compiled.projection, program.outside_bytes(selection)
-    kinds = (*projection.kinds, *((("drawn and seeds", outside),) if outside else ()))
+    kinds = (*projection.kinds, *((("objects and drawn numbers", outside),) if outside else ()))
     site = "in backward" if projection.recorded is None else f"at {graph.nodes[projection.recorded].site}"
     return PlannedRun(
         compiled.plan, allowed, compiled.projected_bytes, kinds, projection.largest, site, str(device),
