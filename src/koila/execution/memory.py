@@ -14,7 +14,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-_SIGNS = ("DefaultCPUAllocator", "not enough memory", "could not create a memory", "out of memory")
+_SIGNS = (
+    "DefaultCPUAllocator",
+    "not enough memory",
+    "could not create a memory",
+    "could not create a primitive",
+    "out of memory",
+)
 
 
 def give_back() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from koila import events
 from koila._budget import Budget
-from koila.analysis.split import analyse
+from koila.analysis.split import Facts, analyse
 from koila.analysis.trace import Demand, Joint, trace
 from koila.errors import BudgetError
 from koila.execution.chunked import CompiledPlan, run_chunked, stream_chunked
@@ -152,9 +152,13 @@ class Program:
         compiled.projection, compiled.projected_bytes = projection, projection.peak_bytes + outside
         return compiled
 
+    def facts(self, selection: Selection) -> Facts:
+        """How the program can be cut; a batch of one is not, but parts of it can be along other axes."""
+        batches = self.graph.batches if self.num_samples > 1 else {}
+        return analyse(self.joint, batches, self.num_samples, selection.wanted(self.joint))
+
     def _search(self, selection: Selection, offload: bool) -> Search:
-        facts = analyse(self.joint, self.graph.batches, self.num_samples, selection.wanted(self.joint))
-        return Search(facts, ALL | {"offload"} if offload else ALL)
+        return Search(self.facts(selection), ALL | {"offload"} if offload else ALL)
 
     def outside_bytes(self, selection: Selection) -> int:
         """Bytes of a run that the plan does not see: random numbers that were drawn, seeds of a backward."""
@@ -162,6 +166,9 @@ class Program:
         # Real values that eager code made on the way: a position embedding, say.
         made = sum(leaf.numel() * leaf.element_size() for leaf in self.graph.leaves if leaf.grad_fn is not None)
         objects = OBJECT_BYTES * len(self.joint.module.graph.nodes)
+        # The commit can be taken back: running statistics are copied before they are written.
+        copies = [self.graph.leaves[index] for index in self.joint.written] if selection.effects else []
+        made += 2 * sum(leaf.numel() * leaf.element_size() for leaf in copies)
         known = drawn_bytes(self.graph) + made + objects + _corrections.get((self.key, selection), 0)
         return known + (sum(seeds) if selection.gradients else 0)
 

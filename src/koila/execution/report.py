@@ -107,8 +107,9 @@ def recomputed(plan: Plan) -> dict[str, int]:
             if item.kind == "chunk" and item not in kept and not _is_view(item.node.target):
                 found.update([str(item.node.target)] if item in seen else [])
                 seen.add(item)
-        calls = next(iter(phase.loops.values())).calls
-        found.update(str(node.target) for node in calls if node.meta.get("again") and not _is_view(node.target))
+    bodies = [body for phase in plan.phases for body in (phase.before, next(iter(phase.loops.values())))]
+    for node in (node for body in (*bodies, plan.after) for node in body.calls):
+        found.update([str(node.target)] if node.meta.get("again") and not _is_view(node.target) else [])
     return dict(found)
 
 

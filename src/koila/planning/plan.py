@@ -232,6 +232,7 @@ class _Planner:
         self.kept: dict[Item, int] = {}
         self.order = {node: index for index, node in enumerate(facts.joint.module.graph.nodes)}
         self._moved: set[Item] = set()
+        self._ends: dict[Item, int] = {}
 
     def run(self) -> Layout:
         self._place_targets()
@@ -301,6 +302,8 @@ class _Planner:
 
     def _is_needed_after(self, item: Item, number: int, users: dict[Item, list[Item]], ends: dict[Item, int]) -> bool:
         """Whether a later phase would compute an item again: a way leads to a target, past nothing that is kept."""
+        if self._latest(users, ends)[item] <= number:
+            return False
         is_kept = self._is_kept_before(number)
         pending, seen = [item], {item}
         while pending:
@@ -311,6 +314,14 @@ class _Planner:
             seen.update(fresh)
             pending += fresh
         return False
+
+    def _latest(self, users: dict[Item, list[Item]], ends: dict[Item, int]) -> dict[Item, int]:
+        """The last phase whose targets an item leads to, found once."""
+        if not self._ends:
+            for item in sorted(self.facts.items, key=lambda item: -self.order[item.node]):
+                following = (self._ends.get(user, -1) for user in users.get(item, ()))
+                self._ends[item] = max(ends.get(item, -1), *following, -1)
+        return self._ends
 
     def _in_program_order(self, body: Iterable[Item]) -> list[Item]:
         """As the program computes them, forward before backward; slices right before their first use."""
@@ -362,7 +373,7 @@ class _Planner:
         return True
 
     def _whole_order(self, wanted: Iterable[Item], done: set[Item]) -> tuple[Item, ...]:
-        """Whole items that are wanted and not done yet, operands first."""
+        """Whole items that are wanted and not done yet, in the order of the program."""
         order: list[Item] = []
         pending = [(item, False) for item in wanted]
         while pending:
@@ -375,7 +386,7 @@ class _Planner:
             else:
                 pending.append((item, True))
                 pending += [(operand, False) for operand in item.operands]
-        return tuple(order)
+        return tuple(sorted(order, key=lambda item: self.order[item.node]))
 
 
 def _cheapest(cone: Iterable[Item], cones: list[dict[Item, None]], first: int) -> int:

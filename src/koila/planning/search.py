@@ -103,6 +103,7 @@ class Search:
         self.sizes = chunk_sizes(facts.num_samples, facts.granule)
         self._layouts: list[Layout] = []
         self._plans: dict[tuple[int, int], Found] = {}
+        self._smallest: Found | None = None
 
     def layout(self, level: int) -> Layout:
         """The layout that keeps less and less between phases."""
@@ -159,9 +160,12 @@ class Search:
         return [0, *in_file, *(range(1, len(KEEPING)) if "keep" in self.levers else ())]
 
     def _largest_that_fits(self, level: int, allowed: int) -> int | None:
-        """The place of the largest chunk size that fits as it is: projected bytes fall with the size."""
+        """The place of the largest chunk size that fits as it is."""
         sizes = self.sizes if "chunk" in self.levers else self.sizes[:1]
-        low, high, found = 0, len(sizes) - 1, None
+        if self.plain(level, sizes[0])[1].peak_bytes <= allowed:
+            return 0
+        # With several chunks, projected bytes fall with their size.
+        low, high, found = 1, len(sizes) - 1, None
         while low <= high:
             middle = (low + high) // 2
             if self.plain(level, sizes[middle])[1].peak_bytes <= allowed:
@@ -172,8 +176,15 @@ class Search:
 
     def smallest(self) -> Found:
         """The plan with the fewest bytes that this search knows, whatever the budget."""
+        if self._smallest is None:
+            self._smallest = self._find_smallest()
+        return self._smallest
+
+    def _find_smallest(self) -> Found:
         size = self.sizes[-1] if "chunk" in self.levers else self.sizes[0]
-        best = min((self.plain(level, size) for level in self._levels()), key=lambda found: found[1].peak_bytes)
+        sizes = {size, self.sizes[0]}  # A single chunk needs no sums beside its values.
+        starts = (self.plain(level, size) for level in self._levels() for size in sorted(sizes))
+        best = min(starts, key=lambda found: found[1].peak_bytes)
         # Ask for less and less, in large steps while they succeed, then in small ones.
         for share in (0.75, 0.95):
             for _ in range(16):
