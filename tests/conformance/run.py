@@ -115,7 +115,12 @@ def run_suite(name: str, chunks: Sequence[str] = (), full: bool = False, only: s
               limit_seconds: float = 600.0, keep: Callable[[str], bool] | None = None, verbose: bool = True,
               folder: Path | None = None, run: bool = True) -> Suite:  # fmt: skip
     """Run a suite; `keep` chooses entries by name. Without `run`, only what is recorded already."""
-    share()
+    with share():
+        return _run_suite(name, chunks, full, only, limit_seconds, keep, verbose, folder, run)
+
+
+def _run_suite(name: str, chunks: Sequence[str], full: bool, only: str | None, limit_seconds: float,
+               keep: Callable[[str], bool] | None, verbose: bool, folder: Path | None, run: bool) -> Suite:  # fmt: skip
     source = importlib.import_module(f"tests.conformance.{name}")
     found = source.entries()
     suite = Suite(name + (" " + ",".join(chunks) if chunks else ""), len(found), splits=bool(chunks))

@@ -7,7 +7,8 @@ and an analysis does not depend on the chunk size. Every run is planned and made
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -40,10 +41,17 @@ def _remember(module: Any, name: str, key: Callable[..., Any]) -> None:
         setattr(module, name, remembering)
 
 
-def share() -> None:
-    """Remember what does not depend on the run."""
+@contextmanager
+def share() -> Iterator[None]:
+    """Remember what does not depend on the run, in a scope."""
+    before = programs.trace, programs.analyse
     _remember(programs, "trace", _traced)
     _remember(programs, "analyse", _analysed)
+    try:
+        yield
+    finally:
+        programs.trace, programs.analyse = before
+        _memory.clear()
 
 
 def forget() -> None:

@@ -214,9 +214,16 @@ def run_node(node: fx.Node) -> Any:
     if kwargs.get("device") is not None:
         kwargs["device"] = "meta"
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.is_view or target is aten.reshape.default:
+    if isinstance(target, torch._ops.OpOverload) and not target.is_view and target is not aten.reshape.default:
+        return _remembered(target, args, kwargs)
+    return _run(target, args, kwargs)
+
+
+def _run(target: Any, args: Any, kwargs: Any) -> Any:
+    try:
         return target(*args, **kwargs)
-    return _remembered(target, args, kwargs)
+    except NotImplementedError:
+        return _run_on_fakes(target, args, kwargs)
 
 
 _results: Cache[Any] = Cache("meta_cache", 16384)
@@ -228,10 +235,9 @@ def _remembered(target: Any, args: Any, kwargs: Any) -> Any:
     known = _results.get(key)
     if known is not None:
         return map_leaves(known, lambda leaf: leaf.make() if isinstance(leaf, _Form) else leaf)
-    try:
-        result = target(*args, **kwargs)
-    except NotImplementedError:
-        result = _run_on_fakes(target, args, kwargs)
+    result = _run(target, args, kwargs)
+    if any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in leaves(result)):
+        return result
     given = {leaf.untyped_storage()._cdata for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
     made = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
     if not any(leaf.untyped_storage()._cdata in given or leaf._is_view() for leaf in made):
@@ -273,6 +279,8 @@ def _pointwise(node: fx.Node, whole: Any) -> torch.Tensor | None:
     if not isinstance(whole, torch.Tensor) or target._schema.is_mutable:
         return None
     operands = [operand.meta["val"] for operand in node.all_input_nodes]
+    if any(operand.layout != torch.strided for operand in operands):
+        return None
     shapes = {tuple(operand.shape) for operand in operands}
     shape = max(shapes, key=len, default=())
     if any(size != 1 and size != shape[place] for other in shapes for place, size in enumerate(other, -len(other))):
@@ -292,6 +300,8 @@ def _run_on_fakes(target: Any, args: Any, kwargs: Any) -> Any:
 
 def like(value: torch.Tensor, device: str) -> torch.Tensor:
     """A tensor of the same layout on another device."""
+    if value.layout != torch.strided:
+        return value if value.device.type == device else value.to(device)
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 

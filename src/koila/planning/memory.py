@@ -37,7 +37,7 @@ Ref = tuple[fx.Node, int]
 def tensors_of(value: Any) -> list[torch.Tensor | None]:
     """The results of a call, one for each place."""
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return [each if isinstance(each, torch.Tensor) else None for each in values]
+    return [each if isinstance(each, torch.Tensor) and each.layout == torch.strided else None for each in values]
 
 
 def note_aliases(graph: fx.Graph) -> None:
