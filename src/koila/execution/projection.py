@@ -19,6 +19,9 @@ from koila.ir.prepass import prepass_of
 from koila.ir.replay import replay
 from koila.planning.memory import Projection
 
+OBJECT_BYTES = 2048
+"""What PyTorch allocates for a recorded call and its gradient beside their storages, as the malloc hook sees it."""
+
 
 def drawn_bytes(graph: Graph) -> int:
     """Bytes of the random numbers that the program holds."""
@@ -52,7 +55,8 @@ def project_whole(graph: Graph, roots: Sequence[Value]) -> Projection:
         replay(graph.nodes, environment, lambda _: lookup, numbers, free)
         for root in roots:
             environment[root].backward(torch.ones_like(environment[root]), retain_graph=root is not roots[-1])
-    return Projection(tracker.peak_bytes + drawn_bytes(graph), tracker.peak_operator)
+    objects = OBJECT_BYTES * len(graph.nodes)
+    return Projection(tracker.peak_bytes + drawn_bytes(graph) + objects, tracker.peak_operator)
 
 
 def _fake_leaf(leaf: torch.Tensor) -> torch.Tensor:
