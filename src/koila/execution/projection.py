@@ -19,7 +19,7 @@ from koila.ir.prepass import prepass_of
 from koila.ir.replay import replay
 from koila.planning.memory import Projection
 
-OBJECT_BYTES = 2048
+OBJECT_BYTES = 3072
 """What PyTorch allocates for a recorded call and its gradient beside their storages, as the malloc hook sees it."""
 
 
