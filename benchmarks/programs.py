@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         return self.head(self.features(tokens))
 
 
-def language(model: Decoder, batch: int, context: int, vocabulary: int) -> Program:
+def language(model: Any, batch: int, context: int, vocabulary: int) -> Program:
     tokens = torch.randint(0, vocabulary, (batch, context + 1))
 
     def fused(batch: Batch, options: Any) -> torch.Tensor:
@@ -116,7 +116,7 @@ def language(model: Decoder, batch: int, context: int, vocabulary: int) -> Progr
         model,
         (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
         lambda batch: _token_loss(model(batch[0]), batch[1]),
-        blocks=list(model.blocks),
+        blocks=list(getattr(model, "blocks", ())),
         weight=_samples,
         fused_loss=fused,
     )
@@ -312,20 +312,7 @@ class LSTM(nn.Module):
 
 
 def lstm() -> Program:
-    model = LSTM(4096, 256, 2)
-    tokens = torch.randint(0, 4096, (32, 65))
-
-    def fused(batch: Batch, options: Any) -> torch.Tensor:
-        hidden = model.features(batch[0]).flatten(0, 1)
-        return F.linear_cross_entropy(hidden, model.head.weight, batch[1].flatten(), options=options)
-
-    return Program(
-        model,
-        (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
-        lambda batch: _token_loss(model(batch[0]), batch[1]),
-        weight=_samples,
-        fused_loss=fused,
-    )
+    return language(LSTM(4096, 256, 2), 32, 64, 4096)
 
 
 class GatedConvolution(nn.Module):

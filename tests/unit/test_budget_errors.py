@@ -209,7 +209,7 @@ def test_a_total_counts_what_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_that_is_not_here() -> None:
     if torch.accelerator.is_available():
-        pytest.skip("it is here")
+        pytest.skip("an accelerator is here: the error for a missing one cannot be seen")
     with koila.budget(total="24GiB") as scope:
         assert scope.limit(torch.device("cuda", 1)) == 24 * 2**30
     with pytest.raises(koila.BudgetError, match=r"cuda is not here, so what is free on it is not known\n  try: total="):
