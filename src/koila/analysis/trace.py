@@ -5,8 +5,9 @@ holds no real tensor, so that every later program of the same structure can use 
 
 The recorded calls are replayed on fake tensors under `make_fx`, then the result is functionalised. Batch
 normalisation and losses are decomposed on the way (`koila.analysis.decompositions`): this graph is for cutting; an
-unsplit run replays the recorded calls instead. Python floats that vary between steps are traced as marks, numbers
-that occur nowhere else, and found again in the graph.
+unsplit run replays the recorded calls instead, and one that is only shrunk keeps the kernels of batch normalisation.
+Python floats that vary between steps are traced as marks, numbers that occur nowhere else, and found again in the
+graph.
 """
 
 from __future__ import annotations
@@ -226,8 +227,9 @@ class _Retrace(fx.Interpreter):
         return result
 
 
-def trace(graph: Graph, demand: Demand) -> Joint:
-    """Trace a program once for all programs of its structure."""
+def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
+    """Trace a program once for all programs of its structure; `whole_norms` is for a program that is not cut."""
+    table = decompositions(whole_norms)
     written = written_indices(graph)
     pairs = _inputs_of(graph, demand)
     inputs = tuple(found for found, _ in pairs)
@@ -235,9 +237,9 @@ def trace(graph: Graph, demand: Demand) -> Joint:
     fakes = [_fake(mode, prepass) for _, prepass in pairs]
     program = _Program(graph, demand, inputs, written)
     with torch.enable_grad(), mode:
-        module = make_fx(program, decomposition_table=decompositions(), _allow_non_fake_inputs=True)(*fakes)
+        module = make_fx(program, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     if any(_is_mutable(node) for node in module.graph.nodes):
-        module = _functionalise(module, fakes, mode)
+        module = _functionalise(module, fakes, mode, table)
     _simplify(module)
     positions = [Input("leaf", number) for number in graph.counting]
     pick_by_position(module.graph, [n for n, i in zip(module.graph.nodes, inputs, strict=False) if i in positions])
@@ -251,11 +253,13 @@ def _is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _functionalise(module: fx.GraphModule, fakes: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+def _functionalise(
+    module: fx.GraphModule, fakes: Sequence[torch.Tensor], mode: FakeTensorMode, table: dict[Any, Any]
+) -> fx.GraphModule:
     with torch.no_grad(), mode:
         again = make_fx(
             torch.func.functionalize(_Retrace(module).run, remove="mutations"),
-            decomposition_table=decompositions(),
+            decomposition_table=table,
             _allow_non_fake_inputs=True,
         )(*fakes)
     for node in reversed(again.graph.nodes):

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from koila import events
-from koila.analysis.split import Item
+from koila.analysis.split import Facts, Item
 from koila.analysis.trace import Slot, slot_values
 from koila.analysis.types import Merged, Sliced, store_chunk
 from koila.execution.loops import Loop, compile_body
@@ -33,11 +33,12 @@ Floats = Callable[[Sequence[Slot]], list[float]]
 class CompiledPlan:
     """A plan with the code of its sections and loops, one per phase and chunk size; holds no tensors."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, facts: Facts | None = None) -> None:
         self.plan = plan
         self.placeholders = [node for node in plan.facts.joint.module.graph.nodes if node.op == "placeholder"]
-        self.batch_dims = _batch_dims(plan)
-        """By index of the joint graph's result, the dimension of those that plainly carry the batch."""
+        self.batch_dims = _batch_dims(facts or plan.facts)
+        """By index of the joint graph's result, the dimension of those that plainly carry the batch: known from `facts`
+        of the program when the plan does not cut it."""
         self.chunks = plan.chunks
         """(first sample, sample after the last) of each chunk that a run goes through."""
         self.projected_bytes: int | None = None
@@ -53,11 +54,11 @@ class CompiledPlan:
         return found
 
 
-def _batch_dims(plan: Plan) -> dict[int, int]:
-    output = next(node for node in plan.facts.joint.module.graph.nodes if node.op == "output")
+def _batch_dims(facts: Facts) -> dict[int, int]:
+    output = next(node for node in facts.joint.module.graph.nodes if node.op == "output")
     found = {}
     for index, node in enumerate(output.args[0]):
-        kind = plan.facts.types[node.name] if isinstance(node, fx.Node) else None
+        kind = facts.types[node.name] if isinstance(node, fx.Node) else None
         if isinstance(kind, Sliced) and kind == Sliced(kind.dim):
             found[index] = kind.dim
     return found

@@ -148,7 +148,7 @@ class Program:
             raise self._failed("its chunks are illegal", error) from error
         events.count("plans")
         events.sample("plan_seconds", time.perf_counter() - started)
-        compiled = CompiledPlan(plan)
+        compiled = CompiledPlan(plan, search.facts)
         compiled.projection, compiled.projected_bytes = projection, projection.peak_bytes + outside
         return compiled
 
@@ -157,8 +157,21 @@ class Program:
         batches = self.graph.batches if self.num_samples > 1 else {}
         return analyse(self.joint, batches, self.num_samples, selection.wanted(self.joint))
 
+    def whole_facts(self, selection: Selection) -> Facts | None:
+        """The program as it is, with the kernels of eager: nothing is cut along the batch."""
+        key = (*self.key, "whole norms")
+        try:
+            joint = _joints.get_or_add(key, lambda: trace(self.graph, self.demand, whole_norms=True))
+        except Exception:  # The cut program is there anyway.
+            events.count("plan::no whole trace")
+            return None
+        if not set(joint.pinned) <= set(self.joint.pinned):
+            return None  # It holds for numbers that vary.
+        return analyse(joint, {}, self.num_samples, selection.wanted(joint))
+
     def _search(self, selection: Selection, offload: bool) -> Search:
-        return Search(self.facts(selection), ALL | {"offload"} if offload else ALL)
+        levers = ALL | {"offload"} if offload else ALL
+        return Search(self.facts(selection), levers, lambda: self.whole_facts(selection))
 
     def outside_bytes(self, selection: Selection) -> int:
         """Bytes of a run that the plan does not see: random numbers that were drawn, seeds of a backward."""

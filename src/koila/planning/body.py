@@ -329,18 +329,25 @@ def _numbered(tree: Any) -> Any:
     return map_leaves(tree, lambda leaf: _Operand(next(count)) if isinstance(leaf, fx.Node) else leaf)
 
 
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node by name, numbered; found once."""
+    if "arguments" not in node.meta:
+        node.meta["arguments"] = _numbered(arguments_by_name(node))
+    return dict(node.meta["arguments"])
+
+
 def _whole_call(item: Item) -> Call:
     node = item.node
     if not isinstance(node.target, torch._ops.OpOverload):
         args, kwargs = _numbered((node.args, dict(node.kwargs)))
         return node.target, tuple(args), kwargs
-    return _by_position(*as_reshape(node.target, _numbered(arguments_by_name(node))))
+    return _by_position(*as_reshape(node.target, _arguments(node)))
 
 
 def chunk_call(item: Item, chunk: int | None) -> Call:
     """The operator and its arguments for a chunk of that many samples."""
     assert chunk is not None and item.ruling is not None
-    arguments, ruling = _numbered(arguments_by_name(item.node)), item.ruling
+    arguments, ruling = _arguments(item.node), item.ruling
     if ruling.sizes:
         shape = chunk_shape(item, chunk)
         arguments.update({name: list(shape) for name in ruling.sizes})

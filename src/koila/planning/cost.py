@@ -7,6 +7,7 @@ plans is the faster one.
 from __future__ import annotations
 
 import operator
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,12 +16,18 @@ from torch.utils.flop_counter import flop_registry
 
 from koila.ir.tree import leaves, map_leaves
 
-FLOPS = 40e9
-"""Floating-point operations per second of a dense kernel."""
-BYTES = 8e9
-"""Bytes per second of a kernel that only moves data."""
+FLOPS = {"convolution": 55e9, "attention": 40e9, "bfloat16": 20e9, "": 75e9}
+"""Floating-point operations per second of a dense kernel, by a part of its name or its dtype."""
+BYTES = {"batch_norm": 2e9, "softmax": 3e9, "norm": 8e9, "pool": 2e9, "slow": 5e9, "plain": 30e9, "": 8e9}
+"""Bytes per second, read and written: of kernels with such a name, of pointwise ones, and of all others."""
+_SLOW = ("exp", "log", "tanh", "gelu", "silu", "sigmoid", "softplus", "erf", "pow", "sin", "cos", "mish", "elu")
+_PLAIN = ("sum", "cat", "clone", "_to_copy", "fill", "full", "slice_whole", "addmm", "mm", "bmm", "convolution")
+FRESH = 1.6e9
+"""Bytes per second at which the system hands out pages; a large result is made of new ones every time."""
+LARGE = 32 * 2**20
+"""From this size on, the allocator gives pages back at once."""
 CALL = 5e-6
-"""Seconds per call."""
+"""Seconds per call. All of these were measured on one machine by `python -m benchmarks.costs`."""
 
 
 def seconds(node: fx.Node) -> float:
@@ -41,8 +48,32 @@ def _seconds(node: fx.Node) -> float:
     args, kwargs, result = map_leaves((tuple(node.args), dict(node.kwargs), node.meta.get("val")), swap)
     if getattr(target, "__name__", "") == "slice_whole":
         args = ()  # It reads no more than it gives.
-    touched = sum(t.numel() * t.element_size() for t in leaves((args, kwargs, result)) if isinstance(t, torch.Tensor))
-    return CALL + touched / BYTES + (_flops(target, args, kwargs, result) / FLOPS if overload else 0.0)
+    found = CALL + _num_bytes((args, kwargs, result)) / _bytes_per_second(target)
+    found += sum(size / FRESH for t in leaves(result) if (size := _num_bytes(t)) >= LARGE)
+    if overload and (flops := _flops(target, args, kwargs, result)):
+        found += flops / _flops_per_second(target, result)
+    return found
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _first(table: dict[str, float], name: str) -> float:
+    return next(rate for part, rate in table.items() if part in name)
+
+
+@cache
+def _bytes_per_second(target: Any) -> float:
+    name = str(getattr(target, "__name__", target)).split(".")[0]
+    if torch.Tag.pointwise in getattr(target, "tags", ()):
+        return BYTES["slow" if any(part in name for part in _SLOW) else "plain"]
+    return BYTES["plain"] if name in _PLAIN else _first(BYTES, name)
+
+
+def _flops_per_second(target: Any, result: Any) -> float:
+    dtypes = {leaf.dtype for leaf in leaves(result) if isinstance(leaf, torch.Tensor)}
+    return FLOPS["bfloat16"] if torch.bfloat16 in dtypes else _first(FLOPS, str(target))
 
 
 def _flops(target: Any, args: Any, kwargs: Any, result: Any) -> float:

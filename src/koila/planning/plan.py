@@ -161,6 +161,8 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{len(self.chunks)} chunks of {self.chunk_size} of {self.facts.num_samples} samples"]
+        if not self.phases:
+            lines = [f"all {self.facts.num_samples} samples at once: {len(self.after.calls)} calls"]
         for number, phase in enumerate(self.phases):
             body = next(iter(phase.loops.values()))
             again = sum(bool(node.meta.get("again")) for node in body.calls)
@@ -260,10 +262,9 @@ class _Planner:
         for source in final:
             if any(source in targets for targets in self.targets):
                 continue
-            cone = _cone([source], lambda item: False)
-            best = _cheapest(cone, cones, source.phase)
+            best, fresh = _cheapest(source, cones)
             self.targets[best].setdefault(source)
-            cones[best].update(cone)
+            cones[best].update(fresh)
 
     def _awaited(self) -> set[Item]:
         """Barriers that per-chunk items wait for."""
@@ -389,16 +390,18 @@ class _Planner:
         return tuple(sorted(order, key=lambda item: self.order[item.node]))
 
 
-def _cheapest(cone: Iterable[Item], cones: list[dict[Item, None]], first: int) -> int:
-    """The earliest phase from `first` on that computes most of a cone anyway."""
-    best, least = first, None
-    for phase in range(first, len(cones)):
-        cost = sum(_work(item) for item in cone if item not in cones[phase])
+def _cheapest(source: Item, cones: list[dict[Item, None]]) -> tuple[int, dict[Item, None]]:
+    """The earliest phase that computes most of what a result needs anyway, and what it would compute beside that."""
+    best, least, fresh = source.phase, None, dict[Item, None]()
+    for phase in range(source.phase, len(cones)):
+        cone = cones[phase]
+        found = _cone([source], cone.__contains__)
+        cost = sum(_work(item) for item in found if item not in cone)
         if least is None or cost < least:
-            best, least = phase, cost
+            best, least, fresh = phase, cost, found
         if cost == 0:
             break
-    return best
+    return best, fresh
 
 
 def _merged_item(item: Item) -> Item:

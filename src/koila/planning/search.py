@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 
 from koila._bytes import format_bytes
 from koila.analysis.split import Facts
 from koila.errors import BudgetError
 from koila.planning.body import Body
-from koila.planning.cost import total_seconds
+from koila.planning.cost import seconds, total_seconds
 from koila.planning.memory import Projection, peak_of, project, state_bytes
 from koila.planning.plan import Layout, Phase, Plan, keep_less, make_layout, make_plan
 from koila.planning.shrink import LEVERS, shrink
@@ -46,6 +47,15 @@ def plan_seconds(plan: Plan) -> float:
     for phase in plan.phases:
         each = {size: total_seconds(body.calls) for size, body in phase.loops.items()}
         found += sum(each[size] for size in sizes)
+    return found
+
+
+def layout_seconds(layout: Layout) -> float:
+    """The expected time of a layout if all of the batch were one chunk."""
+    found = 0.0
+    for number, items in enumerate(layout.sections):
+        kept = layout.kept_before(number)
+        found += sum(seconds(item.node) for item in items if item.kind in ("chunk", "whole") and item not in kept)
     return found
 
 
@@ -98,8 +108,10 @@ def kept_bytes(layout: Layout) -> int:
 class Search:
     """All plans of one program, made when they are needed."""
 
-    def __init__(self, facts: Facts, levers: frozenset[str] = ALL) -> None:
-        self.facts, self.levers = facts, levers
+    def __init__(
+        self, facts: Facts, levers: frozenset[str] = ALL, whole_facts: Callable[[], Facts | None] = lambda: None
+    ) -> None:
+        self.facts, self.levers, self.whole_facts = facts, levers, whole_facts
         self.sizes = chunk_sizes(facts.num_samples, facts.granule)
         self._layouts: list[Layout] = []
         self._plans: dict[tuple[int, int], Found] = {}
@@ -134,10 +146,33 @@ class Search:
             raise refusal(found[1].peak_bytes, allowed, found[1].largest)
         return found
 
+    @cached_property
+    def whole(self) -> Plan | None:
+        """The program as it is, with eager's kernels."""
+        facts = self.whole_facts()
+        return None if facts is None else make_plan(make_layout(facts), facts.num_samples)
+
+    def _costs(self, allowed: int) -> bool:
+        """Whether cutting costs something: values that cross phases are computed again, or kept."""
+        layout = self.layout(0)
+        once = sum(seconds(node) for node in self.facts.joint.module.graph.nodes if node.op == "call_function")
+        kept = sum(state_bytes(item) for stage in layout.stages for item in stage.kept)
+        return layout_seconds(layout) > 1.05 * once or kept > allowed / 16
+
     def _fitting(self, allowed: int) -> Iterator[Found]:
+        """Plans that fit: the batch as it is, shrunk; then cut, with less and less that crosses phases."""
+        best = float("inf")
+        if "recompute" in self.levers and self._costs(allowed) and self.whole is not None:
+            shrunk = fit(self.whole, allowed, self.levers)
+            if shrunk is not None:
+                best = plan_seconds(shrunk[0])
+                yield shrunk
         for level in self._levels():
-            if level >= 0 and kept_bytes(self.layout(level)) > allowed:
+            layout = self.layout(max(0, level))
+            if level >= 0 and kept_bytes(layout) > allowed:
                 continue  # No chunk size makes room for what this level keeps.
+            if layout_seconds(layout) >= best:
+                return  # The following ones are slower still.
             largest = self._largest_that_fits(level, allowed)
             if largest is not None:
                 yield self.plain(level, self.sizes[largest])
@@ -164,15 +199,23 @@ class Search:
         sizes = self.sizes if "chunk" in self.levers else self.sizes[:1]
         if self.plain(level, sizes[0])[1].peak_bytes <= allowed:
             return 0
-        # With several chunks, projected bytes fall with their size.
+        # With several chunks, projected bytes fall with their size; what scales tells where to look.
         low, high, found = 1, len(sizes) - 1, None
+        guess = self._guess(level, 0, allowed)
         while low <= high:
-            middle = (low + high) // 2
-            if self.plain(level, sizes[middle])[1].peak_bytes <= allowed:
-                found, high = middle, middle - 1
+            place = min(max(guess, low), high)
+            if self.plain(level, sizes[place])[1].peak_bytes <= allowed:
+                found, high, guess = place, place - 1, place - 1
             else:
-                low = middle + 1
+                low, guess = place + 1, self._guess(level, place, allowed)
         return found
+
+    def _guess(self, level: int, place: int, allowed: int) -> int:
+        """The place of the largest chunk size that might fit, if activations are all that scales."""
+        size, projection = self.sizes[place], self.plain(level, self.sizes[place])[1]
+        scales = sum(num_bytes for kind, num_bytes in projection.kinds if kind in ("activations", "workspace"))
+        most = size * (allowed - (projection.peak_bytes - scales)) / max(1, scales)
+        return next((number for number, each in enumerate(self.sizes) if each <= most), len(self.sizes) - 1)
 
     def smallest(self) -> Found:
         """The plan with the fewest bytes that this search knows, whatever the budget."""

@@ -65,10 +65,14 @@ def _borrowed() -> dict[Any, Callable[..., Any]]:
     return {target: function for target, function in get_decompositions(_BORROWED).items() if target in _BORROWED}
 
 
-def decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """The table of decompositions; a new dict each time.
+def decompositions(whole_norms: bool = False) -> dict[OpOverload, Callable[..., Any]]:
+    """The table of decompositions; a new dict each time. With `whole_norms`, batch normalisation keeps its kernels.
 
     >>> torch.ops.aten.nll_loss_forward.default in decompositions()
     True
     """
-    return {**_borrowed(), **_OWN}
+    table = {**_borrowed(), **_OWN}
+    if whole_norms:
+        table = {target: function for target, function in table.items() if "batch_norm" not in str(target)}
+        table[aten.native_batch_norm.default] = batch_norm.whole_batch_norm
+    return table
