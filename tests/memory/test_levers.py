@@ -233,6 +233,22 @@ def test_a_scope_with_offload(tmp_path: Path) -> None:
     assert not without.offloaded and sum(without.recomputed.values()) > sum(report.recomputed.values())
 
 
+def test_batch_normalisation_is_shrunk_with_eagers_kernels() -> None:
+    """Cutting it costs a phase for every layer; letting its outputs go does not, and gives eager's bits."""
+    model, twin, x = normalised_model(), normalised_model(), noise(256, 32)
+    twin.load_state_dict(model.state_dict())
+    with StorageTracker() as tracker:
+        twin(x).pow(4).sum().backward()
+    allowed = int(0.7 * tracker.peak_bytes)
+    report = step(model, x, allowed, None)
+    assert report.phase_seconds == () and report.recomputed
+    assert report.measured_bytes <= report.projected_bytes <= allowed
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    for mine, its in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(mine, its)
+
+
 def test_running_statistics_are_part_of_the_budget() -> None:
     model, x = nn.Sequential(nn.BatchNorm1d(2048), nn.Tanh(), nn.BatchNorm1d(2048)).double(), noise(8, 2048, 2)
     with pytest.raises(koila.BudgetError, match="at the smallest") as refused:

@@ -21,6 +21,8 @@ from koila.planning.shelf import shelve, unshelve
 
 _PATIENCE = 6
 """Give up when a body has grown this many times."""
+_FAR = 64
+"""So many calls are done again for one value at most."""
 _SHELF_BYTES = 1e9
 """Bytes per second to and from the shelf."""
 
@@ -141,16 +143,21 @@ class _Play:
                 best, least = ref, score
         return best
 
-    def _price(self, ref: Ref, holders: set[fx.Node]) -> float:
-        """What it costs to have a value again: its own call and those of operands that are gone, too."""
+    def _price(self, ref: Ref, holders: set[fx.Node]) -> float | None:
+        """What it costs to have a value again: its own call and those of operands that are gone, too.
+
+        None if that is a long way back: one value of a backward pass would bring a forward pass with it.
+        """
         price, seen = 0.0, set[fx.Node]()
         pending = [ref[0], *holders]
-        while pending and len(seen) < 64:
+        while pending:
             node = pending.pop()
             if node not in seen:
                 seen.add(node)
                 price += seconds(node)
                 pending += [o for o in node.all_input_nodes if o in self.uses and o not in self.alive]
+                if len(seen) > _FAR:
+                    return None
         return price
 
     def _on_shelf(self, ref: Ref) -> fx.Node | None:
@@ -162,10 +169,9 @@ class _Play:
 
     def _cheapest(self, ref: Ref) -> float | None:
         """What it costs to let go of a storage and have it again; None if it cannot be."""
-        prices = [self._price(ref, self.holders[ref])] if self.again else []
-        if self._on_shelf(ref) is not None:
-            prices.append(self._shelf_price(ref))
-        return min(prices, default=None)
+        again = self._price(ref, self.holders[ref]) if self.again else None
+        shelved = None if self._on_shelf(ref) is None else self._shelf_price(ref)
+        return min((price for price in (again, shelved) if price is not None), default=None)
 
     def _shelf_price(self, ref: Ref) -> float:
         return 2 * self.storages.num_bytes[ref] / _SHELF_BYTES + 10 * CALL
@@ -220,5 +226,21 @@ def scheduled(body: Body, order: Iterable[Step]) -> Body:
 
 def recompute(body: Body, limit: int, offload: bool = False, again: bool = True) -> Body | None:
     """The body within `limit` bytes, with values computed again or offloaded; None if that does not suffice."""
+    if _least_bytes(body) > limit:
+        return None
     order = _Play(body, limit, offload, again).run()
     return None if order is None else scheduled(body, order)
+
+
+def _least_bytes(body: Body) -> int:
+    """What the most demanding call needs by itself: operands, results, workspace, and what is stored by then."""
+    found = body.notes.get("least")
+    if found is None:
+        storages, found, stored = storages_of(body), 0, set[Ref]()
+        for node in body.calls:
+            refs = {ref for each in (node, *node.all_input_nodes) for ref in storages.refs[each]} | stored
+            found = max(found, inside(node) + sum(storages.num_bytes.get(ref, 0) for ref in refs))
+            if node.target is sink_value and body.chunk is None:
+                stored.update(storages.refs[node.args[2]])  # type: ignore[index]
+        body.notes["least"] = found
+    return int(found)

@@ -159,7 +159,7 @@ class Search:
         kept = sum(state_bytes(item) for stage in layout.stages for item in stage.kept)
         return layout_seconds(layout) > 1.05 * once or kept > allowed / 16
 
-    def _fitting(self, allowed: int) -> Iterator[Found]:
+    def _fitting(self, allowed: int, smallest: bool = False) -> Iterator[Found]:
         """Plans that fit: the batch as it is, shrunk; then cut, with less and less that crosses phases."""
         best = float("inf")
         if "recompute" in self.levers and self._costs(allowed) and self.whole is not None:
@@ -167,7 +167,7 @@ class Search:
             if shrunk is not None:
                 best = plan_seconds(shrunk[0])
                 yield shrunk
-        for level in self._levels():
+        for level in self._levels()[-1:] if smallest else self._levels():
             layout = self.layout(max(0, level))
             if level >= 0 and kept_bytes(layout) > allowed:
                 continue  # No chunk size makes room for what this level keeps.
@@ -178,7 +178,7 @@ class Search:
                 yield self.plain(level, self.sizes[largest])
             last = len(self.sizes) if largest is None else largest
             found = largest is not None
-            for place in range(max(0, last - 2), last) if "chunk" in self.levers else (0,):
+            for place in range(max(0, last - (1 if smallest else 2)), last) if "chunk" in self.levers else (0,):
                 fitted = fit(self.plain(level, self.sizes[place])[0], allowed, self.levers)
                 if fitted is not None:
                     yield fitted
@@ -224,19 +224,25 @@ class Search:
         return self._smallest
 
     def _find_smallest(self) -> Found:
+        """Bisect between what is there anyway and the smallest plan without levers; the plan that keeps nothing."""
+        level = self._levels()[-1]
         size = self.sizes[-1] if "chunk" in self.levers else self.sizes[0]
-        sizes = {size, self.sizes[0]}  # A single chunk needs no sums beside its values.
-        starts = (self.plain(level, size) for level in self._levels() for size in sorted(sizes))
+        # A single chunk needs no sums beside its values.
+        starts = [self.plain(level, each) for each in sorted({size, self.sizes[0]})]
         best = min(starts, key=lambda found: found[1].peak_bytes)
-        # Ask for less and less, in large steps while they succeed, then in small ones.
-        for share in (0.75, 0.95):
-            for _ in range(16):
-                allowed = int(share * best[1].peak_bytes)
-                found = min(self._fitting(allowed), key=lambda pair: pair[1].peak_bytes, default=None)
-                if found is None:
-                    break
+        low = kept_bytes(self.layout(max(0, level)))
+        while best[1].peak_bytes - low > _EXACT * best[1].peak_bytes:
+            allowed = (low + best[1].peak_bytes) // 2
+            found = next(self._fitting(allowed, smallest=True), None)
+            if found is None:
+                low = allowed
+            else:
                 best = found
         return best
+
+
+_EXACT = 0.02
+"""How close to each other a budget that can be met and one that cannot are, in the end."""
 
 
 def refusal(needed: int, allowed: int, operator: str) -> BudgetError:

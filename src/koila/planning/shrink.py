@@ -32,12 +32,13 @@ def shrink(body: Body, limit: int, levers: frozenset[str] = LEVERS) -> Body | No
 
 def _candidates(body: Body, limit: int, levers: frozenset[str]) -> Iterator[Body]:
     """Bodies to try, those that cost nothing first."""
+    again = _let_go(body, limit, levers)
     if "order" in levers:
         ordered = reorder(body)
         if peak_of(ordered).num_bytes < peak_of(body).num_bytes:
             yield ordered
-            body = ordered
-    again = _let_go(body, limit, levers)
+            if again is None:
+                body, again = ordered, _let_go(ordered, limit, levers)
     if again is not None:
         yield again
     if "region" not in levers:
@@ -53,7 +54,12 @@ def _candidates(body: Body, limit: int, levers: frozenset[str]) -> Iterator[Body
             return
 
 
+_LESS = (1.0, 0.95)
+"""Shares of the limit to aim at: letting values go is greedy, and aiming lower sometimes succeeds where it failed."""
+
+
 def _let_go(body: Body, limit: int, levers: frozenset[str]) -> Body | None:
     if not levers & {"recompute", "offload"}:
         return None
-    return recompute(body, limit, "offload" in levers, "recompute" in levers)
+    tries = (recompute(body, int(share * limit), "offload" in levers, "recompute" in levers) for share in _LESS)
+    return next((found for found in tries if found is not None), None)
