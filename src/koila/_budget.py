@@ -171,7 +171,8 @@ def budget(
         reserved: Leave this much of them alone, for what koila cannot see.
         offload: Keep values in files where that is needed: in the temporary directory (True) or in this one.
         chunk_size: Cut the batch into chunks of this many samples instead; the last one may be smaller.
-        tune: Whether measuring may change later plans.
+        tune: Whether measuring may change later plans: a peak that `koila.measure` finds above the projection makes the
+            next plan of the same program smaller.
 
     Returns:
         The scope, which gives the `Budget`.

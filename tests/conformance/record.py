@@ -16,9 +16,15 @@ from tests.conformance.trial import Verdict
 
 
 def commit() -> str:
-    """The commit of the code that runs; `+` where files differ from it."""
-    git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+")
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    """The commit of the code that runs; `+` where files differ from it, other than the results themselves."""
+    git = ("git", "-C", str(Path(__file__).parent))
+
+    def said(*arguments: str) -> str:
+        return subprocess.run((*git, *arguments), capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = said("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)tests/results")
+    found = said("rev-parse", "--short=12", "HEAD")
+    return found + ("+" if changed else "") if found else "unknown"
 
 
 @dataclass

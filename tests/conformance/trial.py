@@ -6,6 +6,7 @@ whether the run was cut.
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ ASKED = {
 }  # fmt: skip
 """What a program does when it asks for data itself."""
 SEED = 1234
-EAGER_RUNS = 256
+EAGER_RUNS = 400
 """How often a difference in bits is looked for in eager itself."""
 
 
@@ -335,15 +336,17 @@ def reference_of(trial: Trial, verdict: Verdict) -> tuple[Seen, bool] | None:
 def _is_one_of_eagers(trial: Trial, backward: bool, found: Seen, expected: Seen) -> bool:
     """Whether eager itself gives other bits in some of many runs, and koila's are as close to them as Rule 1 asks.
 
-    Some kernels (`linalg.lstsq`) give other bits for another place in memory: two runs in a row need not show it.
+    Some kernels give other bits for other bytes in the memory they find: `linalg.lstsq` with the driver gelsy has 4 to
+    5 different results in 400 runs of one call. Two runs in a row need not show it.
     """
     if difference_between(found, expected, close_difference, exact=True) is not None:
         return False
-    elsewhere = []
-    for number in range(EAGER_RUNS):
-        elsewhere.append(torch.empty(7 * number + 3, dtype=torch.uint8))
+    sizes = random.Random(0)
+    for _ in range(EAGER_RUNS):
+        elsewhere = [bytearray(sizes.randrange(16, 600)) for _ in range(sizes.randrange(50))]
         if difference_between(run_eagerly(trial, backward), expected, bit_difference, exact=True) is not None:
             return True
+        del elsewhere
     return False
 
 

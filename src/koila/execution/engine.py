@@ -296,7 +296,7 @@ class Engine:
         while True:
             compiled = program.plan(selection, budget)
             notes.plan, notes.projected_bytes, notes.phase_seconds = compiled.plan, compiled.projected_bytes, []
-            notes.program = (program.key, selection)
+            notes.program, notes.tune = (program.key, selection), budget.tune
             try:
                 with shelf_in(budget.offload):
                     return program.run(compiled, selection, seeds, notes.phase_seconds)
@@ -436,12 +436,14 @@ def _resolved(budget: Budget) -> Budget:
 
 
 def _learn(notes: Notes) -> None:
-    """A peak above the projection corrects the next plan."""
+    """A peak above the projection corrects the next plan, unless plans are frozen."""
     if notes.how != "split" or notes.measured_bytes is None or notes.projected_bytes is None:
         return
     if notes.measured_bytes > notes.projected_bytes:
         events.count("projection::too low")
-        correct(notes.program, notes.measured_bytes - notes.projected_bytes)
+        if notes.tune:
+            events.count("plan::changed by measuring")
+            correct(notes.program, notes.measured_bytes - notes.projected_bytes)
 
 
 def _count_fallback(reason: str) -> None:

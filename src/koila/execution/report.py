@@ -82,6 +82,7 @@ class Notes:
         self.fallbacks: list[str] = []
         self.program: Any = None
         """What the projection was made for."""
+        self.tune = True
 
     def report(self) -> Report:
         """What was noted."""
