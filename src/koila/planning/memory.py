@@ -321,6 +321,7 @@ def project(plan: Plan) -> Projection:
     """The peak of a plan: at every step of every section."""
     here, resident = _Residents(), []
     best = Projection(0, "nothing")
+    sizes = [stop - start for start, stop in plan.chunks]
     results = {key_of(item): "results" for item in plan.facts.results if item is not None}
     gradients = plan.facts.results[plan.facts.joint.num_outputs :]
     results |= {key_of(item): "gradients" for item in gradients if item is not None}
@@ -358,9 +359,10 @@ def project(plan: Plan) -> Projection:
         states = sum(map(state_bytes, merged))
         base = here.num_bytes()
         resident.append(base + states)
-        for body in phase.loops.values():
-            consider(body, base, True, 2 * number + 1)
-            if len(plan.chunks) > 1:
+        for size, body in phase.loops.items():
+            if size == sizes[0]:
+                consider(body, base, True, 2 * number + 1)
+            if size in sizes[1:]:  # The sums are there by then.
                 consider(body, base + states, False, 2 * number + 1, merged)
         for item in merged:
             here.add(item, value_bytes(item))
