@@ -188,6 +188,7 @@ class Subject:
     def __init__(self, name: str) -> None:
         torch.set_num_threads(1)
         self.program = make(name)
+        self.dtype = next(self.program.model.parameters()).dtype
         self.expected = self._numbers(step_of(self.program, Way("eager")))
         self._exact: list[torch.Tensor] | None = None
 
@@ -199,10 +200,6 @@ class Subject:
             self.program = own
             own.model.to(self.dtype)
         return self._exact
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        return next(self.program.model.parameters()).dtype
 
     @cached_property
     def eager_error(self) -> float:

@@ -249,6 +249,25 @@ def test_batch_normalisation_is_shrunk_with_eagers_kernels() -> None:
         assert torch.equal(mine, its)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 2, 7])
+def test_two_gradients_of_one_weight_are_added_to_it_one_by_one(chunk_size: int) -> None:
+    """The weight of a tied head; with their sum made first, three values of its size would be alive at once."""
+    torch.manual_seed(0)
+    table, tokens = nn.Embedding(512, 32).double(), torch.randint(0, 512, (7, 5))
+
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        return F.linear(table(tokens), table.weight).square().sum()
+
+    loss(tokens).backward()
+    expected, table.weight.grad = table.weight.grad, None
+    recorded = loss(koila.lazy(tokens))
+    with StorageTracker() as tracker, koila.budget(chunk_size=chunk_size):
+        recorded.backward()
+    assert (table.weight.grad - expected).norm() <= 1e-10 * expected.norm()
+    weight, logits = 512 * 32 * 8, 5 * 512 * 8 * chunk_size
+    assert tracker.peak_bytes < 2 * weight + 3 * logits + 16384
+
+
 def test_running_statistics_are_part_of_the_budget() -> None:
     model, x = nn.Sequential(nn.BatchNorm1d(2048), nn.Tanh(), nn.BatchNorm1d(2048)).double(), noise(8, 2048, 2)
     with pytest.raises(koila.BudgetError, match="at the smallest") as refused:

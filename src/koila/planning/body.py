@@ -12,6 +12,7 @@ which is several times faster than on fake ones, and on fake ones where an opera
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -132,10 +133,14 @@ class _Builder:
 
     def build(self, items: Sequence[Item], sinks: Sequence[Item]) -> Body:
         wanted: dict[Item, list[int]] = {}
+        sums = set[Item]()
+        users = Counter(operand for item in items for operand in item.operands)
         for index, item in enumerate(sinks):
-            wanted.setdefault(item, []).append(index)
+            parts = [item] if self.chunk is None or sinks.count(item) > 1 else summands(item, users, sums)
+            for part in parts:
+                wanted.setdefault(part, []).append(index)
         with _disable_current_modes(), torch.no_grad():
-            for item in items:
+            for item in (each for each in items if each not in sums):
                 self.nodes[item] = node = self._item(item)
                 self._check(item, node.meta["val"])
                 for index in wanted.get(item, ()):
@@ -427,6 +432,26 @@ def _fuse_products(graph: fx.Graph, sinks: Sequence[Item]) -> None:
             node.meta["skipped"] = True
             if turned:
                 value.meta["skipped"] = True
+
+
+def summands(item: Item, users: Counter[Item], sums: set[Item]) -> list[Item]:
+    """Values that can be added to a sum one by one, instead of their sum: two gradients of one weight.
+
+    Nobody else may read them: the first of them becomes the sum. What is added up elsewhere is put into `sums`.
+    """
+    if not (item.kind == "chunk" and item.node.target is aten.add.Tensor and is_plain_sum(item)) or users[item]:
+        return [item]
+    value, alike = item.node.meta["val"], list(item.operands)
+    fits = len(set(alike)) == 2 and len(item.node.args) == 2 and not item.node.kwargs
+    for operand in alike:
+        other = operand.node.meta["val"] if operand.kind == "chunk" else None
+        fits = fits and isinstance(other, torch.Tensor) and (other.shape, other.dtype) == (value.shape, value.dtype)
+        fits = fits and users[operand] == 1 and is_plain_sum(operand)
+    if not fits:
+        return [item]
+    sums.add(item)
+    users = users - Counter(alike)
+    return [part for operand in alike for part in summands(operand, users, sums)]
 
 
 def is_plain_sum(item: Item) -> bool:

@@ -131,14 +131,20 @@ class _Lives:
                 self.ends.setdefault(step, []).append(ref)
 
     def _hand_on(self, body: Body, last: dict[Ref, int]) -> None:
-        """What is handed on stays alive."""
+        """What is handed on stays alive; what is added to a sum that has begun does not."""
+        begun: set[int] = set()
         for step, node in enumerate(self.calls):
             if "fused" in node.meta:
-                self.extra[step] = num_bytes(node, 0)
+                index = node.meta["fused"].index
+                self.extra[step] = 0 if index in begun else num_bytes(node, 0)
+                begun.add(index)
             elif "skipped" in node.meta:
                 continue
             elif node.target is sink_value and not isinstance(_kind(sink_of(body, node)), Sliced):
-                value: Any = node.args[2]
+                index, value = node.args[1:]  # type: ignore[assignment]
+                if index in begun:
+                    continue
+                begun.add(index)
                 if body.chunk is None or _may_own(value.meta["val"]):
                     last.update((ref, len(self.calls)) for ref in self.storages.refs[value])
                 else:
