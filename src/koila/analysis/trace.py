@@ -270,6 +270,7 @@ def _functionalise(
     return again
 
 
+_SCATTERS = {aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default}
 _PASS_THROUGH = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 
 
@@ -289,8 +290,9 @@ def _replace_by_source(graph: fx.Graph, node: fx.Node) -> None:
     source, fake = node.args[1], node.meta["val"]
     if not isinstance(source, fx.Node) or source.meta["val"].shape != fake.shape:
         return
-    # What follows was traced for the layout of the copy.
-    if source.meta["val"].stride() != fake.stride() or not fake.is_contiguous():
+    # What follows was traced for the layout of the copy; a scatter does not look at it.
+    same = source.meta["val"].stride() == fake.stride() and fake.is_contiguous()
+    if not same and not all(user.target in _SCATTERS and user.args[1] is node for user in node.users):
         return
     if source.meta["val"].dtype != fake.dtype:
         with graph.inserting_before(node):

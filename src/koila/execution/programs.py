@@ -18,6 +18,7 @@ from koila._budget import Budget
 from koila.analysis.split import Facts, analyse
 from koila.analysis.trace import Demand, Joint, trace
 from koila.errors import BudgetError
+from koila.execution.behind import behind
 from koila.execution.chunked import CompiledPlan, run_chunked, stream_chunked
 from koila.execution.projection import drawn_bytes
 from koila.ir.cache import Cache
@@ -139,17 +140,19 @@ class Program:
     def _fit(self, selection: Selection, allowed_bytes: int, offload: bool) -> CompiledPlan | str:
         started = time.perf_counter()
         search = _searches.get_or_add((*self.key, selection, offload), lambda: self._search(selection, offload))
-        outside = self.outside_bytes(selection)
+        outside, after = self.outside_bytes(selection), self.after_bytes(selection)
         try:
             plan, projection = search.run(allowed_bytes - outside)
+            if after > allowed_bytes:
+                raise refusal(after - outside, allowed_bytes, "the backward of eager code before the program")
         except BudgetError as error:
-            raise refusal(error.needed_bytes + outside, allowed_bytes, str(error.where)) from None
+            raise refusal(max(error.needed_bytes + outside, after), allowed_bytes, str(error.where)) from None
         except Exception as error:  # A chunk that is illegal on fake tensors is found before anything runs (Rule 3).
             raise self._failed("its chunks are illegal", error) from error
         events.count("plans")
         events.sample("plan_seconds", time.perf_counter() - started)
         compiled = CompiledPlan(plan, search.facts)
-        compiled.projection, compiled.projected_bytes = projection, projection.peak_bytes + outside
+        compiled.projection, compiled.projected_bytes = projection, max(projection.peak_bytes + outside, after)
         return compiled
 
     def facts(self, selection: Selection) -> Facts:
@@ -176,14 +179,22 @@ class Program:
     def outside_bytes(self, selection: Selection) -> int:
         """Bytes of a run that the plan does not see: random numbers that were drawn, seeds of a backward."""
         seeds = (self.graph.outputs[root].prepass.num_bytes for root in self.demand.roots)
-        # Real values that eager code made on the way: a position embedding, say.
-        made = sum(leaf.numel() * leaf.element_size() for leaf in self.graph.leaves if leaf.grad_fn is not None)
+        # Real values that eager code made on the way.
+        made = behind(self.graph.leaves).held_bytes
         objects = OBJECT_BYTES * len(self.joint.module.graph.nodes)
         # The commit can be taken back: running statistics are copied before they are written.
         copies = [self.graph.leaves[index] for index in self.joint.written] if selection.effects else []
         made += 2 * sum(leaf.numel() * leaf.element_size() for leaf in copies)
         known = drawn_bytes(self.graph) + made + objects + _corrections.get((self.key, selection), 0)
         return known + (sum(seeds) if selection.gradients else 0)
+
+    def after_bytes(self, selection: Selection) -> int:
+        """What is alive when the gradients have come to leaves that eager code made, and it differentiates on."""
+        found = behind(self.graph.leaves)
+        if not selection.gradients or not found.backward_bytes:
+            return 0
+        gradients = (self.graph.leaves[index] for index in self.joint.wrt)
+        return found.held_bytes + found.backward_bytes + sum(leaf.numel() * leaf.element_size() for leaf in gradients)
 
     def plan(self, selection: Selection, budget: Budget) -> CompiledPlan:
         """The plan for a budget; what is only the default is not refused, but met as far as possible."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from koila.execution.behind import behind
 from koila.execution.tracker import FakeTracker
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Value
@@ -55,8 +56,10 @@ def project_whole(graph: Graph, roots: Sequence[Value]) -> Projection:
         replay(graph.nodes, environment, lambda _: lookup, numbers, free)
         for root in roots:
             environment[root].backward(torch.ones_like(environment[root]), retain_graph=root is not roots[-1])
-    objects = OBJECT_BYTES * len(graph.nodes)
-    return Projection(tracker.peak_bytes + drawn_bytes(graph) + objects, tracker.peak_operator)
+    made = behind(graph.leaves)
+    peak = tracker.peak_bytes + drawn_bytes(graph) + OBJECT_BYTES * len(graph.nodes)
+    gradients = sum(leaf.numel() * leaf.element_size() for leaf in graph.leaves if leaf.requires_grad and roots)
+    return Projection(made.held_bytes + max(peak, gradients + made.backward_bytes), tracker.peak_operator)
 
 
 def _fake_leaf(leaf: torch.Tensor) -> torch.Tensor:

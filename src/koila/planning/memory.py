@@ -132,7 +132,7 @@ class _Lives:
 
     def _hand_on(self, body: Body, last: dict[Ref, int]) -> None:
         """What is handed on stays alive; what is added to a sum that has begun does not."""
-        begun: set[int] = set()
+        begun: set[Any] = set()
         for step, node in enumerate(self.calls):
             if "fused" in node.meta:
                 index = node.meta["fused"].index
@@ -141,10 +141,10 @@ class _Lives:
             elif "skipped" in node.meta:
                 continue
             elif node.target is sink_value and not isinstance(_kind(sink_of(body, node)), Sliced):
-                index, value = node.args[1:]  # type: ignore[assignment]
-                if index in begun:
+                value: Any = node.args[2]
+                if node.args[1] in begun:
                     continue
-                begun.add(index)
+                begun.add(node.args[1])
                 if body.chunk is None or _may_own(value.meta["val"]):
                     last.update((ref, len(self.calls)) for ref in self.storages.refs[value])
                 else:

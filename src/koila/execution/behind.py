@@ -1,0 +1,93 @@
+"""Behind a program's leaves: eager code that made some of them, and its share of a backward pass.
+
+*Takes* the leaves of a program. *Gives* bytes: what autograd holds for those that have a history (a position embedding,
+the kernel of a state-space layer), and what it will allocate when their gradients are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import prod
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Bytes of the eager code behind some leaves."""
+
+    held_bytes: int
+    """The leaves, and what autograd saved to differentiate them."""
+    backward_bytes: int
+    """What their backward allocates at its peak, gradients of its own parameters included."""
+
+
+def behind(leaves: Iterable[torch.Tensor]) -> Behind:
+    """What stands behind leaves with a history.
+
+    >>> x = torch.ones(256, requires_grad=True)
+    >>> behind([x]), behind([x.exp()]).held_bytes
+    (Behind(held_bytes=0, backward_bytes=0), 1024)
+    """
+    made = [leaf for leaf in leaves if leaf.grad_fn is not None]
+    nodes = list(_history(leaf.grad_fn for leaf in made))
+    own = {node.variable.untyped_storage()._cdata for node in nodes if hasattr(node, "variable")}
+    held = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for tensor in (*made, *(saved for node in nodes for saved in _saved(node)))
+        if tensor.layout == torch.strided and not (tensor.is_leaf and tensor.requires_grad)
+    }
+    kept = sum(size for storage, size in held.items() if storage not in own)
+    return Behind(kept, _backward_bytes([leaf.grad_fn for leaf in made]))
+
+
+def _history(roots: Iterable[Any]) -> Iterator[Any]:
+    pending, seen = list(roots), set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+            yield node
+
+
+def _saved(node: Any) -> Iterator[torch.Tensor]:
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # It was freed by a backward pass.
+                continue
+            members = value if isinstance(value, (tuple, list)) else (value,)
+            yield from (member for member in members if isinstance(member, torch.Tensor))
+
+
+def _gradient_bytes(node: Any) -> int:
+    """Bytes of the gradients that a node receives."""
+    return sum(prod(each.shape) * each.dtype.itemsize for each in node._input_metadata if each is not None)
+
+
+def _backward_bytes(roots: list[Any]) -> int:
+    """The peak of autograd's own walk: latest nodes first; the gradients of the roots are somebody else's.
+
+    A node needs as much beside as it receives: a product is made before it is summed to an operand's shape.
+    """
+    waiting: dict[Any, int] = dict.fromkeys(roots, 0)
+    queue = [(-root._sequence_nr(), number, root) for number, root in enumerate(waiting)]
+    queue.sort()
+    now = peak = 0
+    while queue:
+        _, _, node = heappop(queue)
+        following = [each for each, _ in node.next_functions if each is not None]
+        peak = max(peak, now + _gradient_bytes(node) + sum(map(_gradient_bytes, following)))
+        for each in following:
+            if each not in waiting:
+                waiting[each] = _gradient_bytes(each)
+                now += waiting[each]
+                if not hasattr(each, "variable"):  # The gradient of a parameter stays.
+                    heappush(queue, (-each._sequence_nr(), len(waiting), each))
+        now -= waiting[node]
+    return peak
