@@ -231,7 +231,7 @@ class Search:
         starts = [self.plain(level, each) for each in sorted({size, self.sizes[0]})]
         best = min(starts, key=lambda found: found[1].peak_bytes)
         low = kept_bytes(self.layout(max(0, level)))
-        while best[1].peak_bytes - low > _EXACT * best[1].peak_bytes:
+        while best[1].peak_bytes - low > max(1, _EXACT * best[1].peak_bytes):
             allowed = (low + best[1].peak_bytes) // 2
             found = next(self._fitting(allowed, smallest=True), None)
             if found is None:
