@@ -4,7 +4,7 @@
 budget that this search can meet. Same input, same plan.
 
 Larger chunks are tried first as they are, then chunks beyond that with the levers inside a body. Not optimal: chunk
-sizes are powers of two, values between phases are given up by quarters.
+sizes are powers of two and even parts, values between phases are given up by quarters.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Found = tuple[Plan, Projection]
 
 
 def chunk_sizes(num_samples: int, granule: int) -> list[int]:
-    """Candidates, largest first: the whole batch, then powers of two times the granule.
+    """Candidates, largest first: powers of two times the granule, and the batch in two, four, eight, … even parts.
 
-    >>> chunk_sizes(11, 1)
-    [11, 8, 4, 2, 1]
+    >>> chunk_sizes(11, 1), chunk_sizes(48, 1)
+    ([11, 8, 6, 4, 3, 2, 1], [48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1])
     """
-    sizes = [max(num_samples, 1)]
-    size = 1
+    sizes, size = {max(num_samples, 1)}, 1
     while size * granule < num_samples:
-        sizes.append(size * granule)
+        part = -(-num_samples // (2 * size))
+        sizes |= {size * granule, -(-part // granule) * granule}
         size *= 2
-    return sorted(set(sizes), reverse=True)
+    return sorted(sizes, reverse=True)
 
 
 def plan_seconds(plan: Plan) -> float:
