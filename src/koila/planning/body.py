@@ -110,6 +110,11 @@ SINKS: tuple[Callable[..., None], ...] = (sink_value,)
 """Calls that hand a value on; they give nothing."""
 
 
+def has_effects(node: fx.Node) -> bool:
+    """Whether a call adds to a sum or hands a value on: it stands in a body once, whoever needs its value again."""
+    return node.target in SINKS or "fused" in node.meta or bool(getattr(node.target, "into", ()))
+
+
 class _Builder:
     def __init__(self, facts: Facts, kept_before: set[Item], chunk: int | None) -> None:
         self.facts, self.kept_before, self.chunk = facts, kept_before, chunk

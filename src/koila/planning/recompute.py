@@ -9,12 +9,13 @@ use, is let go. Greedy, not optimal; deterministic.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
 from torch import fx
 
-from koila.planning.body import SINKS, Body, sink_value
+from koila.planning.body import SINKS, Body, has_effects, sink_value
 from koila.planning.cost import CALL, seconds
 from koila.planning.memory import Ref, inside, storages_of
 from koila.planning.shelf import shelve, unshelve
@@ -146,7 +147,8 @@ class _Play:
     def _price(self, ref: Ref, holders: set[fx.Node]) -> float | None:
         """What it costs to have a value again: its own call and those of operands that are gone, too.
 
-        None if that is a long way back: one value of a backward pass would bring a forward pass with it.
+        None if it cannot be had again, because a call on the way adds to a sum, or if that is a long way back: one
+        value of a backward pass would bring a forward pass with it.
         """
         price, seen = 0.0, set[fx.Node]()
         pending = [ref[0], *holders]
@@ -156,7 +158,7 @@ class _Play:
                 seen.add(node)
                 price += seconds(node)
                 pending += [o for o in node.all_input_nodes if o in self.uses and o not in self.alive]
-                if len(seen) > _FAR:
+                if len(seen) > _FAR or has_effects(node):
                     return None
         return price
 
@@ -229,7 +231,11 @@ def recompute(body: Body, limit: int, offload: bool = False, again: bool = True)
     if _least_bytes(body) > limit:
         return None
     order = _Play(body, limit, offload, again).run()
-    return None if order is None else scheduled(body, order)
+    if order is None:
+        return None
+    runs = Counter(node for what, node in order if what == "run" and has_effects(node))
+    assert all(count == 1 for count in runs.values()), "a sum would be added to twice"
+    return scheduled(body, order)
 
 
 def _least_bytes(body: Body) -> int:

@@ -212,6 +212,8 @@ class _Growth:
                 self._add_typed(node)
 
     def _add_typed(self, node: fx.Node) -> None:
+        if isinstance(node.target, Region):
+            raise _Fails  # It adds to the sums of this body.
         if node.target is operator.getitem:
             kinds = self.types[node.args[0]]  # type: ignore[index]
             self.types[node] = kinds[node.args[1]] if isinstance(kinds, tuple) else kinds  # type: ignore[index]

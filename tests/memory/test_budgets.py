@@ -1,0 +1,79 @@
+"""One program at many budgets: whatever the planner does to fit, the gradients are those of eager."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import koila
+from benchmarks.programs import Block, Decoder, Experts, Program, language, resnet
+from koila.planning.body import has_effects
+from koila.planning.memory import peak_of
+from koila.planning.plan import make_plan
+from koila.planning.recompute import recompute
+from koila.planning.region import split_regions
+
+
+def experts() -> Program:
+    return language(Decoder(128, 12, 16, [Block(16, 2, True, Experts(16, 3)) for _ in range(2)]).double(), 4, 12, 128)
+
+
+def transformer() -> Program:
+    return language(Decoder(128, 12, 16, [Block(16, 2, True) for _ in range(2)]).double(), 5, 12, 128)
+
+
+def network() -> Program:
+    model = resnet([1, 1], 8, nn.BatchNorm2d, True).double()
+    x, y = torch.randn(5, 3, 16, 16, dtype=torch.float64), torch.randint(0, 100, (5,))
+    return Program(model, (x, y), lambda batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+
+
+def gradients(program: Program, allowed: int | None) -> list[torch.Tensor]:
+    program.zero_grad()
+    batch = program.batch if allowed is None else koila.lazy(*program.batch, budget=allowed)
+    program.step(batch).backward()
+    return program.gradients()
+
+
+def smallest(program: Program) -> int:
+    with pytest.raises(koila.BudgetError, match="at the smallest") as refused:
+        gradients(program, 1)
+    return int(refused.value.needed_bytes)
+
+
+@pytest.mark.parametrize("make", [experts, transformer, network])
+def test_gradients_are_eagers_at_every_budget(make: Callable[[], Program]) -> None:
+    torch.manual_seed(0)
+    program = make()
+    expected, needed = gradients(program, None), smallest(program)
+    norm = torch.stack([theirs.norm() for theirs in expected]).norm()
+    regions = recomputed = 0
+    for share in (1.0, 1.01, 1.02, 1.03, 1.05, 1.07, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0):
+        found = gradients(program, int(share * needed))
+        report = koila.last_report()
+        regions, recomputed = regions + len(report.regions), recomputed + len(report.recomputed)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours - theirs).norm() <= 1e-10 * norm, f"at {share} of the smallest budget: {report}"
+    assert recomputed and (regions or make is network)
+
+
+def test_a_region_that_adds_to_sums_is_not_computed_again() -> None:
+    """Its results are let go like others, but not had again that way: the gradient of the head would count twice."""
+    program = language(Decoder(2048, 64, 32, [Block(32, 2, True, Experts(32, 6)) for _ in range(2)]), 2, 64, 2048)
+    plan = koila.plan(program.step(koila.lazy(*program.batch)), backward=True, budget="1GiB").plan
+    body = make_plan(plan.layout, 1).phases[-1].loops[1]
+    tried = 0
+    for share in (0.5, 0.25):
+        for cut in split_regions(body, int(share * peak_of(body).num_bytes)):
+            peak = peak_of(cut).num_bytes
+            for percent in range(98, 20, -2):
+                again = recompute(cut, peak * percent // 100)
+                if again is not None and any(has_effects(node) and hasattr(node.target, "into") for node in cut.calls):
+                    tried += 1
+                    runs = Counter(node.target for node in again.calls if getattr(node.target, "into", ()))
+                    assert set(runs.values()) == {1}
+    assert tried > 20
