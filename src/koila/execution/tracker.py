@@ -134,6 +134,8 @@ class FakeTracker(StorageTracker):
 
     def __init__(self) -> None:
         super().__init__((FakeTensor,), frees=False)
+        self._retained: dict[int, int] = {}
+        """By storage, what stays alive with it in the kernel's own memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -142,8 +144,12 @@ class FakeTracker(StorageTracker):
             kept = retained_bytes(func, args, result, kwargs)
             first = next(self._tensors(result), None)
             if kept and first is not None:
-                self._known[first.untyped_storage()._cdata] += kept
+                self._retained[first.untyped_storage()._cdata] = kept
                 self._grow(kept, func)
             self._grow(hidden - kept, func)
             self.current_bytes -= hidden - kept
         return result
+
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
+        self.current_bytes -= self._retained.pop(key, 0)
