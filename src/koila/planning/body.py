@@ -139,9 +139,10 @@ class _Builder:
     def build(self, items: Sequence[Item], sinks: Sequence[Item]) -> Body:
         wanted: dict[Item, list[int]] = {}
         sums = set[Item]()
-        users = Counter(operand for item in items for operand in item.operands)
+        readers = Counter(operand for item in items for operand in item.operands)
+        readers.update(sinks)
         for index, item in enumerate(sinks):
-            parts = [item] if self.chunk is None or sinks.count(item) > 1 else summands(item, users, sums)
+            parts = [item] if self.chunk is None else summands(item, readers, sums)
             for part in parts:
                 wanted.setdefault(part, []).append(index)
         with _disable_current_modes(), torch.no_grad():
@@ -439,24 +440,23 @@ def _fuse_products(graph: fx.Graph, sinks: Sequence[Item]) -> None:
                 value.meta["skipped"] = True
 
 
-def summands(item: Item, users: Counter[Item], sums: set[Item]) -> list[Item]:
+def summands(item: Item, readers: Counter[Item], sums: set[Item]) -> list[Item]:
     """Values that can be added to a sum one by one, instead of their sum: two gradients of one weight.
 
     Nobody else may read them: the first of them becomes the sum. What is added up elsewhere is put into `sums`.
     """
-    if not (item.kind == "chunk" and item.node.target is aten.add.Tensor and is_plain_sum(item)) or users[item]:
+    if not (item.kind == "chunk" and item.node.target is aten.add.Tensor and is_plain_sum(item)) or readers[item] > 1:
         return [item]
-    value, alike = item.node.meta["val"], list(item.operands)
+    value, alike = item.node.meta["val"], item.operands
     fits = len(set(alike)) == 2 and len(item.node.args) == 2 and not item.node.kwargs
     for operand in alike:
         other = operand.node.meta["val"] if operand.kind == "chunk" else None
         fits = fits and isinstance(other, torch.Tensor) and (other.shape, other.dtype) == (value.shape, value.dtype)
-        fits = fits and users[operand] == 1 and is_plain_sum(operand)
+        fits = fits and readers[operand] == 1 and is_plain_sum(operand)
     if not fits:
         return [item]
     sums.add(item)
-    users = users - Counter(alike)
-    return [part for operand in alike for part in summands(operand, users, sums)]
+    return [part for operand in alike for part in summands(operand, readers, sums)]
 
 
 def is_plain_sum(item: Item) -> bool:
