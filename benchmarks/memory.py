@@ -249,7 +249,7 @@ def _row(cell: Cell) -> str:
     )
 
 
-STYLES = {"koila": "o-", "micro-batch": "s:", "checkpoint": "^", "linear_cross_entropy": "D", "compile": "x"}
+STYLES = {"koila": "C0o-", "micro-batch": "C1s:", "checkpoint": "C2^", "linear_cross_entropy": "C3D", "compile": "C4x"}
 
 
 def _peak(cell: Cell) -> float:
@@ -262,6 +262,7 @@ def plot(cells: list[Cell], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter
 
     names = [name for name in PROGRAMS if any(cell.program == name and cell.ratio is not None for cell in cells)]
     if not names:
@@ -279,7 +280,11 @@ def plot(cells: list[Cell], path: Path) -> None:
                 axis.plot(*zip(*points, strict=True), style, label=kind)
         eager = next(cell for cell in own if cell.kind == "eager")
         axis.plot([_peak(eager)], [1.0], "k*", label="eager")
-        axis.set(title=name, xscale="log", xlabel="peak MiB", ylabel="time / eager")
+        slow = max((cell.ratio or 0 for cell in own), default=0) > 8
+        axis.set(title=name, xscale="log", yscale="log" if slow else "linear", xlabel="peak MiB", ylabel="time / eager")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        peaks = [_peak(cell) for cell in own]
+        axis.set_xticks([min(peaks), max(peaks)], [f"{min(peaks):.0f}", f"{max(peaks):.0f}"])
         axis.grid(alpha=0.3)
     axes.flat[0].legend(fontsize=7)
     figure.tight_layout()
