@@ -27,7 +27,7 @@ FRESH = 1.6e9
 LARGE = 32 * 2**20
 """From this size on, the allocator gives pages back at once."""
 CALL = 5e-6
-"""Seconds per call. All of these were measured on one machine by `python -m benchmarks.costs`."""
+"""Seconds per call. `python -m benchmarks.costs` shows these rates beside those of the machine at hand."""
 
 
 def seconds(node: fx.Node) -> float:
