@@ -19,7 +19,7 @@ from koila import events
 from koila.analysis.rules import rule_for
 from koila.analysis.ruling import Call, Operand, Ruling
 from koila.analysis.trace import Input, Joint
-from koila.analysis.types import WHOLE, Merged, Sliced, SplitType, Whole
+from koila.analysis.types import OPAQUE, WHOLE, Merged, Sliced, SplitType, Whole
 from koila.analysis.uniform import operand_types
 from koila.ir.tree import leaves
 
@@ -197,7 +197,7 @@ class _Typing:
         if item.kind == "slice":
             return item.operands[0]
         key = (item, "whole")
-        if key not in self.converted and isinstance(item.type, Whole):
+        if key not in self.converted and (isinstance(item.type, Whole) or item.type == OPAQUE):
             self.converted[key] = self._computed_whole(item, user)
         if key not in self.converted:
             kind = "finish" if isinstance(item.type, Merged) else "gather"
@@ -207,7 +207,7 @@ class _Typing:
         return self.converted[key]
 
     def _computed_whole(self, part: Item, user: str) -> Item:
-        """A result that every chunk of an operator has alike, for who needs it outside of the chunks."""
+        """A result that every chunk of an operator has alike or for itself, for who needs it outside of the chunks."""
         operator = part.operands[0]
         operands = [self._whole(operand, user) for operand in operator.operands]
         return self._whole_call(part.node, [self._whole_call(operator.node, operands)])

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from koila import events
 from koila.analysis.decompositions import decompositions
+from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
 from koila.errors import AnalysisError
 from koila.ir.graph import Graph
@@ -172,9 +173,7 @@ class _Program:
 
         lookup_for = lambda node: self.marks.lookup(position[node], node, lookup)  # noqa: E731
         tagger = _Tagger()
-        replay(
-            self.graph.nodes, environment, lookup_for, numbers, lambda node: tagger.tag(position[node]), onednn=False
-        )
+        replay(self.graph.nodes, environment, lookup_for, numbers, lambda node: tagger.tag(position[node]))
         return environment
 
     def _value(self, value: Value, environment: dict[Value, Any], leaves: list[torch.Tensor]) -> Any:
@@ -282,7 +281,7 @@ def _simplify(module: fx.GraphModule) -> None:
             _replace_by_source(module.graph, node)
         elif node.target is aten.t.default and node.args[0].target is aten.t.default:
             node.replace_all_uses_with(node.args[0].args[0])
-    module.graph.eliminate_dead_code()
+    simplify_losses(module.graph)
 
 
 def _replace_by_source(graph: fx.Graph, node: fx.Node) -> None:

@@ -61,6 +61,9 @@ class Merged:
 SplitType = Whole | Sliced | Merged
 
 WHOLE = Whole()
+OPAQUE = Sliced(0, inner=0)
+"""Belongs to its chunk, in a format that only the operator knows which it is made for: neither gathered, cut nor kept.
+A fake operator gives an empty tensor for it."""
 
 
 def chunk_of(value: torch.Tensor, kind: Sliced, start: int, stop: int, num_samples: int) -> torch.Tensor:

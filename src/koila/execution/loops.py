@@ -1,7 +1,7 @@
 """Code for bodies: each becomes one flat Python function.
 
-*Takes* a `Body`. *Gives* a function in which every value is freed after its last use and every merged, kept or stored
-value is handed on as soon as it exists.
+*Takes* a `Body`. *Gives* a function in which every value is freed or written over after its last use, and every merged,
+kept or stored value is handed on as soon as it exists.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from koila.analysis.split import Item
 from koila.analysis.trace import Slot, SlotArgument
 from koila.planning.body import SINKS, Body, sink_product
 from koila.planning.region import Region
+from koila.planning.reuse import variant_of
+from koila.planning.storages import reused
+from koila.planning.wide import PRODUCTS, runs_wide
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class _Writer:
         self.slots: dict[Slot, int] = {}
         self.names: dict[fx.Node, str] = {}
         self.executed: Counter[str] = Counter()
+        self.reused = reused(body)
 
     def write(self) -> Loop:
         lines: list[str] = []
@@ -85,7 +89,13 @@ class _Writer:
             arguments = [self._literal(value) for value in node.args]
             return f"{self._constant(self.region_code(target))}([{', '.join(slots)}], {', '.join(arguments)})"
         self._count(target)
+        target = _kernel(node)
         arguments = [self._literal(value) for value in node.args]
+        if node in self.reused:
+            variant = variant_of(target)
+            assert variant is not None
+            target = variant.target
+            arguments += [] if variant.out is None else [f"{variant.out}={self.names[self.reused[node]]}"]
         arguments += [f"{name}={self._literal(value)}" for name, value in node.kwargs.items()]
         return f"{self._constant(target)}({', '.join(arguments)})"
 
@@ -109,6 +119,19 @@ class _Writer:
             self.known[id(value)] = name = f"k{len(self.globals)}"
             self.globals[name] = value
         return self.known[id(value)]
+
+
+def _trained_layer(*arguments: Any) -> Any:
+    """oneDNN's recurrent layer makes the workspace of its backward only where gradients are recorded."""
+    with torch.set_grad_enabled(bool(arguments[-1])):
+        return torch.ops.aten.mkldnn_rnn_layer.default(*arguments)
+
+
+def _kernel(node: fx.Node) -> Any:
+    """What runs for a call: its operator, or another function with the same numbers."""
+    if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
+        return _trained_layer
+    return PRODUCTS[node.target] if runs_wide(node.target, node.meta.get("val")) else node.target
 
 
 _KEPT = ("start", "stop", "sink")

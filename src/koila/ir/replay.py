@@ -40,8 +40,8 @@ class Context:
             stack.callback(_leave_region)
         return stack
 
-    def enter(self, onednn: bool) -> ExitStack:
-        """The rest of the context, entered, if need be without oneDNN; leave it by closing the stack."""
+    def enter(self) -> ExitStack:
+        """The rest of the context, entered; leave it by closing the stack."""
         stack = ExitStack()
         for device_type, dtype, cache in self.autocast:
             stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=cache))
@@ -49,7 +49,7 @@ class Context:
             stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.inference_mode(self.inference))
         stack.enter_context(torch.set_grad_enabled(self.grad))
-        now, wanted = _kernels(), (self.kernels[0] and onednn, *self.kernels[1:])
+        now, wanted = _kernels(), self.kernels
         if now != wanted:
             stack.callback(_allow_kernels, now)
             _allow_kernels(wanted)
@@ -134,12 +134,8 @@ def replay(
     lookup_for: Callable[[Node], Lookup],
     numbers_of: Callable[[Node], Sequence[torch.Tensor]],
     after: Callable[[Node], None] | None = None,
-    onednn: bool = True,
 ) -> None:
-    """Replay nodes in program order; consecutive nodes share one entry into their context.
-
-    Without `onednn` its kernels are not used: its fused recurrent layers hide a workspace that a trace would lack.
-    """
+    """Replay nodes in program order; consecutive nodes share one entry into their context."""
     context, outer, stack = None, ExitStack(), ExitStack()
     try:
         for node in nodes:
@@ -149,7 +145,7 @@ def replay(
                     outer.close()
                     outer = node.context.enter_region()
                 context = node.context
-                stack = context.enter(onednn)
+                stack = context.enter()
             result = replay_node(node, lookup_for(node), numbers_of(node) if node.draws else ())
             assign_outputs(node, result, environment)
             if after is not None:

@@ -15,9 +15,11 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from koila.ir.tree import leaves, map_leaves
+from koila.planning.body import Body
+from koila.planning.storages import reused
 
-FLOPS = {"convolution": 55e9, "attention": 40e9, "bfloat16": 20e9, "": 75e9}
-"""Floating-point operations per second of a dense kernel, by a part of its name or its dtype."""
+FLOPS = {"convolution": 55e9, "attention": 40e9, "": 75e9}
+"""Floating-point operations per second of a dense kernel, by a part of its name."""
 BYTES = {"batch_norm": 2e9, "softmax": 3e9, "norm": 8e9, "pool": 2e9, "slow": 5e9, "plain": 30e9, "": 8e9}
 """Bytes per second, read and written: of kernels with such a name, of pointwise ones, and of all others."""
 _SLOW = ("exp", "log", "tanh", "gelu", "silu", "sigmoid", "softplus", "erf", "pow", "sin", "cos", "mish", "elu")
@@ -49,9 +51,9 @@ def _seconds(node: fx.Node) -> float:
     if getattr(target, "__name__", "") == "slice_whole":
         args = ()  # It reads no more than it gives.
     found = CALL + _num_bytes((args, kwargs, result)) / _bytes_per_second(target)
-    found += sum(size / FRESH for t in leaves(result) if (size := _num_bytes(t)) >= LARGE)
+    found += large_bytes(node) / FRESH
     if overload and (flops := _flops(target, args, kwargs, result)):
-        found += flops / _flops_per_second(target, result)
+        found += flops / _first(FLOPS, str(target))
     return found
 
 
@@ -71,11 +73,6 @@ def _bytes_per_second(target: Any) -> float:
     return BYTES["plain"] if name in _PLAIN else _first(BYTES, name)
 
 
-def _flops_per_second(target: Any, result: Any) -> float:
-    dtypes = {leaf.dtype for leaf in leaves(result) if isinstance(leaf, torch.Tensor)}
-    return FLOPS["bfloat16"] if torch.bfloat16 in dtypes else _first(FLOPS, str(target))
-
-
 def _flops(target: Any, args: Any, kwargs: Any, result: Any) -> float:
     if "flash_attention_for_cpu" in str(target):
         batch, heads, queries, width = args[-6 if "backward" in str(target) else 0].shape[:4]
@@ -90,6 +87,11 @@ def _flops(target: Any, args: Any, kwargs: Any, result: Any) -> float:
         return 0.0
 
 
-def total_seconds(calls: list[fx.Node]) -> float:
-    """The expected time of a straight-line program."""
-    return sum(map(seconds, calls))
+def large_bytes(node: fx.Node) -> int:
+    """The bytes of results that are made of new pages every time."""
+    return sum(size for leaf in leaves(node.meta.get("val")) if (size := _num_bytes(leaf)) >= LARGE)
+
+
+def body_seconds(body: Body) -> float:
+    """The expected time of a straight-line program; what is written over an operand needs no new pages."""
+    return sum(map(seconds, body.calls)) - sum(map(large_bytes, reused(body))) / FRESH

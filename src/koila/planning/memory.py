@@ -1,103 +1,26 @@
 """Bytes: which storages are alive at every step of a plan.
 
-*Takes* bodies and plans. *Gives* their peaks, and what stands there. Views share a storage; a storage dies with the
-last value in it; a merge that has begun is there while its loop goes on. Operators' own workspaces come from
-`koila.planning.workspace`.
+*Takes* bodies and plans. *Gives* their peaks, and what stands there. A storage dies with the last value in it, or when
+a result is written over it; a merge that has begun is there while its loop goes on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from koila._bytes import format_bytes
 from koila.analysis.monoids import HALVES, Sum
-from koila.analysis.rules.reduce import chunk_moments, moments_bytes
 from koila.analysis.split import Item
 from koila.analysis.types import Merged, Sliced
-from koila.ir.cache import Cache
-from koila.ir.tree import map_leaves
-from koila.planning.body import SINKS, Body, FakeSource, call_key, like, sink_value, slice_whole
+from koila.planning.body import SINKS, Body, sink_value
 from koila.planning.plan import Plan, key_of
-from koila.planning.workspace import retained_bytes, workspace_bytes
-
-aten = torch.ops.aten
-
-Ref = tuple[fx.Node, int]
-"""A storage: the call that made it, and which of its results lies in it."""
-
-
-def tensors_of(value: Any) -> list[torch.Tensor | None]:
-    """The results of a call, one for each place."""
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return [each if isinstance(each, torch.Tensor) and each.layout == torch.strided else None for each in values]
-
-
-def note_aliases(graph: fx.Graph) -> None:
-    """Write on each node which results lie in an operand's storage: (operand, place), or None for a new one.
-
-    The notes survive copying: they speak of operands by their number.
-    """
-    for node in graph.nodes:
-        if "alias" in node.meta:
-            continue
-        known: dict[int, tuple[int, int]] = {}
-        for number, operand in enumerate(node.all_input_nodes):
-            for place, tensor in enumerate(tensors_of(operand.meta.get("val"))):
-                if tensor is not None:
-                    known.setdefault(tensor.untyped_storage()._cdata, (number, place))
-        found: list[tuple[int, int] | None] = []
-        for tensor in tensors_of(node.meta.get("val")):
-            found.append(None if tensor is None else known.get(tensor.untyped_storage()._cdata))
-        node.meta["alias"] = tuple(found)
-
-
-def num_bytes(node: fx.Node, place: int) -> int:
-    """The size of the storage that a result lies in."""
-    tensor = tensors_of(node.meta.get("val"))[place]
-    return 0 if tensor is None else tensor.untyped_storage().nbytes()
-
-
-class Storages:
-    """Which storages the values of a body lie in."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        note_aliases(graph)
-        self.refs: dict[fx.Node, list[Ref]] = {}
-        self.num_bytes: dict[Ref, int] = {}
-        """Of those that the body makes; what it reads is somebody else's."""
-        for node in graph.nodes:
-            operands = node.all_input_nodes
-            self.refs[node] = [
-                (node, place) if alias is None else self.refs[operands[alias[0]]][alias[1]]
-                for place, alias in enumerate(node.meta["alias"])
-            ]
-            if node.op != "placeholder":
-                own = (ref for ref in self.refs[node] if ref[0] is node)
-                # A product that is added to a sum has no storage of its own.
-                self.num_bytes.update({ref: 0 if "fused" in node.meta else num_bytes(*ref) for ref in own})
-                if isinstance(node.target, torch._ops.OpOverload) and (node, 0) in self.num_bytes:
-                    inside(node)
-                    self.num_bytes[node, 0] += node.meta["inside"][1]
-
-    def made_by(self, node: fx.Node) -> list[Ref]:
-        """The storages that a call makes."""
-        return [ref for ref in self.refs[node] if ref[0] is node and ref in self.num_bytes]
-
-
-def storages_of(body: Body) -> Storages:
-    """The storages of a body, found once."""
-    found = body.notes.get("storages")
-    if found is None:
-        found = body.notes["storages"] = Storages(body.graph)
-    return found
+from koila.planning.storages import Ref, inside, last_steps, num_bytes, reused, storages_of, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +39,8 @@ class _Lives:
     """From which to which call each storage of a body lives."""
 
     def __init__(self, body: Body, first: bool) -> None:
-        self.storages, self.calls = storages_of(body), body.calls
-        last: dict[Ref, int] = {}
-        for step, node in enumerate(self.calls):
-            for each in (node, *node.all_input_nodes):
-                last.update((ref, step) for ref in self.storages.refs[each])
+        self.storages, self.calls, self.reused = storages_of(body), body.calls, reused(body)
+        last = last_steps(body)
         self.extra: dict[int, int] = {}
         """Bytes that appear at a call and stay: merges that begin."""
         if first:
@@ -157,6 +77,10 @@ class _Lives:
         alive: dict[Ref, None] = {}
         now = 0
         for step, node in enumerate(self.calls):
+            if node in self.reused:
+                (ref,) = self.storages.refs[self.reused[node]]
+                del alive[ref]
+                now -= self.storages.num_bytes[ref]
             for ref in self.storages.made_by(node):
                 alive[ref] = None
                 now += self.storages.num_bytes[ref]
@@ -186,51 +110,6 @@ def sink_of(body: Body, node: fx.Node) -> Item:
     """What a value is handed on as."""
     index: Any = node.args[1]
     return body.sinks[index]
-
-
-def inside(node: fx.Node) -> int:
-    """Bytes that a call allocates and frees while it runs."""
-    target = node.target
-    if target is slice_whole:
-        whole: Any = node.args[0]
-        # Bits are opened to bytes in blocks.
-        return node.meta["val"].numel() if isinstance(whole.meta["val"], FakeSource) else 0
-    if target is chunk_moments:
-        return moments_bytes(node.all_input_nodes[0].meta["val"])
-    if not isinstance(target, torch._ops.OpOverload):
-        return getattr(target, "transient_bytes", 0)
-    if "inside" not in node.meta:
-        node.meta["inside"] = _workspaces(node)
-    return int(node.meta["inside"][0])
-
-
-_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
-
-
-def _workspaces(node: fx.Node) -> tuple[int, int]:
-    """What an operator allocates in its kernel, and what of it stays alive with its results."""
-    target: Any = node.target
-    operands = [operand.meta.get("val") for operand in node.all_input_nodes]
-    types = {value.dtype for value in (*operands, node.meta["val"]) if isinstance(value, torch.Tensor)}
-    if target.is_view or (torch.Tag.pointwise in target.tags and len(types) == 1):
-        return 0, 0
-    swap = lambda leaf: leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf  # noqa: E731
-    args, kwargs = map_leaves((tuple(node.args), dict(node.kwargs)), swap)
-    key = call_key(target, args, kwargs)
-    return _known.get_or_add(key, lambda: _ask_table(target, args, kwargs, node.meta["val"]))
-
-
-_known: Cache[tuple[int, int]] = Cache("workspace_cache", 16384)
-
-
-def _ask_table(target: Any, *call: Any) -> tuple[int, int]:
-    on_cpu = target in _CONVOLUTIONS  # The choice of a kernel depends on the device.
-    with FakeTensorMode() if on_cpu else nullcontext():
-        if on_cpu:
-            call = map_leaves(call, lambda leaf: like(leaf, "cpu") if isinstance(leaf, torch.Tensor) else leaf)
-        args, kwargs, result = call
-        hidden = workspace_bytes(target, args, result, kwargs)
-        return hidden, retained_bytes(target, args, result, kwargs)
 
 
 def _kind(item: Item) -> Any:
@@ -340,8 +219,8 @@ def project(plan: Plan) -> Projection:
         kinds: Counter[str] = Counter()
         for item in merging:
             kinds[results.get(key_of(item), "merges")] += state_bytes(item)
-        for item, num_bytes in here.by_item():
-            kinds[results.get(item, "kept values")] += num_bytes
+        for item, size in here.by_item():
+            kinds[results.get(item, "kept values")] += size
         hidden = inside(body.calls[peak.step])
         kinds["workspace"] += hidden
         kinds["activations"] += peak.num_bytes - hidden

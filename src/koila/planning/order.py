@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import fx
 
 from koila.planning.body import SINKS, Body
-from koila.planning.memory import Ref, Storages, storages_of
 from koila.planning.recompute import scheduled
+from koila.planning.storages import Ref, Storages, storages_of
 
 
 def reorder(body: Body) -> Body:

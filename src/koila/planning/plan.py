@@ -20,7 +20,7 @@ import torch
 
 from koila.analysis.monoids import FirstExtreme, Moments
 from koila.analysis.split import Facts, Item
-from koila.analysis.types import Merged, Sliced
+from koila.analysis.types import OPAQUE, Merged, Sliced
 from koila.planning.body import Body, build_body
 from koila.planning.cost import seconds
 
@@ -286,7 +286,7 @@ class _Planner:
         for number, targets in enumerate(self.targets):
             body = _cone(targets, self._is_kept_before(number))
             for item in self._barrier_inputs(targets, body):
-                if item in self.kept or not self.keeps(item) or self._is_cheap(item):
+                if item in self.kept or item.type == OPAQUE or not self.keeps(item) or self._is_cheap(item):
                     continue
                 if self._is_needed_after(item, number, users, ends):
                     self.kept[item] = number

@@ -17,8 +17,9 @@ from torch import fx
 
 from koila.planning.body import SINKS, Body, has_effects, sink_value
 from koila.planning.cost import CALL, seconds
-from koila.planning.memory import Ref, inside, storages_of
+from koila.planning.reuse import candidates, is_new
 from koila.planning.shelf import shelve, unshelve
+from koila.planning.storages import Ref, inside, shared_storages, storages_of
 
 _PATIENCE = 6
 """Give up when a body has grown this many times."""
@@ -38,7 +39,7 @@ class _Play:
         self.body, self.limit, self.offload, self.again = body, limit, offload, again
         self.shelved: set[fx.Node] = set()
         self.calls = body.calls
-        self.storages = storages_of(body)
+        self.storages, self.shared = storages_of(body), shared_storages(body)
         self.uses: dict[fx.Node, list[int]] = {node: [] for node in self.calls}
         for step, node in enumerate(self.calls):
             for operand in node.all_input_nodes:
@@ -90,6 +91,8 @@ class _Play:
         pinned = set(self._inputs(each for each in rest if each not in self.shelved))
         refs = self.storages.refs[node] if fetched else self.storages.made_by(node)
         need = sum(self.storages.num_bytes[ref] for ref in refs) + (0 if fetched else inside(node))
+        if not fetched and self._writes_over(node, rest[1:]):
+            need = inside(node)
         while self.now + need > self.limit:
             victim = self._victim(pinned)
             if victim is None:
@@ -100,6 +103,8 @@ class _Play:
             if node.target is sink_value and self.body.chunk is None:
                 self.stored.add(node.args[2])  # type: ignore[arg-type]
             return True
+        if not fetched and self._writes_over(node, rest[1:]):
+            self._drop(next(o for o in candidates(node) if self._dies(o, node, rest[1:])))
         self.alive.add(node)
         for ref in self.storages.refs[node]:
             if ref in self.storages.num_bytes:
@@ -113,6 +118,19 @@ class _Play:
             if operand in self.alive and not awaited and operand not in self._inputs(rest[1:]):
                 self._drop(operand)
         return True
+
+    def _writes_over(self, node: fx.Node, rest: list[fx.Node]) -> bool:
+        """Whether the result takes the place of an operand."""
+        return any(self._dies(operand, node, rest) for operand in candidates(node))
+
+    def _dies(self, operand: fx.Node, node: fx.Node, rest: list[fx.Node]) -> bool:
+        """Whether nobody needs the storage of an operand after a call."""
+        (ref,) = self.storages.refs[operand]
+        if ref in self.shared or not is_new(ref[0]) or self.holders.get(ref) != {operand} or operand in self.shelved:
+            return False
+        after = self.step - 1 if rest else self.step
+        needed = any(operand in each.all_input_nodes for each in rest)
+        return not needed and operand not in self.stored and self._next_use(operand, after) is None
 
     def _next_use(self, node: fx.Node, after: int | None = None) -> int | None:
         uses = self.uses[node]
@@ -245,7 +263,8 @@ def _least_bytes(body: Body) -> int:
         storages, found, stored = storages_of(body), 0, set[Ref]()
         for node in body.calls:
             refs = {ref for each in (node, *node.all_input_nodes) for ref in storages.refs[each]} | stored
-            found = max(found, inside(node) + sum(storages.num_bytes.get(ref, 0) for ref in refs))
+            written = {ref for ref in storages.made_by(node) if candidates(node)}
+            found = max(found, inside(node) + sum(storages.num_bytes.get(ref, 0) for ref in refs - written))
             if node.target is sink_value and body.chunk is None:
                 stored.update(storages.refs[node.args[2]])  # type: ignore[index]
         body.notes["least"] = found

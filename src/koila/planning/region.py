@@ -30,9 +30,10 @@ from koila.analysis.types import WHOLE, Merged, Sliced, SplitType
 from koila.analysis.uniform import operand_types
 from koila.ir.tree import leaves
 from koila.planning.body import SINKS, Body, is_plain_sum, sink_value, slots_in
-from koila.planning.cost import total_seconds
-from koila.planning.memory import num_bytes, peak_of, project, tensors_of, totals
+from koila.planning.cost import body_seconds
+from koila.planning.memory import peak_of, project, totals
 from koila.planning.plan import Plan, make_layout, make_plan
+from koila.planning.storages import num_bytes, tensors_of
 
 _NEAR = 40
 """How many calls between two calls of a region may be drawn into it."""
@@ -323,9 +324,9 @@ class _Making:
         results = sum(_largest(node) for node in self.outputs)
         bodies = [body for phase in plan.phases for body in (phase.before, *phase.loops.values())]
         slots = tuple(dict.fromkeys(slot.slot for body in (*bodies, plan.after) for slot in slots_in(body.graph)))
-        once = sum(total_seconds(body.calls) for body in [phase.before for phase in plan.phases] + [plan.after])
+        once = sum(map(body_seconds, [*(phase.before for phase in plan.phases), plan.after]))
         sizes = [stop - start for start, stop in plan.chunks]
-        loops = sum(total_seconds(phase.loops[size].calls) for phase in plan.phases for size in sizes)
+        loops = sum(body_seconds(phase.loops[size]) for phase in plan.phases for size in sizes)
         peak = project(plan).peak_bytes
         return Region(plan, into, max(0, peak - results), sums, once + loops, slots)
 
@@ -465,20 +466,27 @@ def _split_around(body: Body, value: fx.Node, limit: int) -> Body | None:
 
 
 def _sized(making: _Making, limit: int) -> Body:
-    """The largest chunks with which the region's own moment fits, or is a small part of it; else the smallest."""
+    """The fastest chunks with which the region's own moment fits, or is a small part of it; else the smallest.
+
+    From the largest on: smaller ones are tried as long as they are faster.
+    """
     sizes, step = [], making.facts.granule
     while step < making.growth.size:
         sizes.append(step)
         step *= 2
     found: Body | None = None
+    best: tuple[float, Body] | None = None
     for chunk in reversed(sizes):
         for number in range(len(making.layouts) if making.facts.num_phases > 1 else 1):
             region = making.region(number, chunk)
+            if best is not None and region.seconds >= best[0]:
+                return best[1]
             found, node = making.placed(region)
             if totals(found)[found.calls.index(node)] <= limit or region.transient_bytes <= limit // 4:
-                return found
+                best = region.seconds, found
+                break
     assert found is not None
-    return found
+    return found if best is None else best[1]
 
 
 def split_regions(body: Body, limit: int, most: int = 64) -> Iterator[Body]:

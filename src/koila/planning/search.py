@@ -17,10 +17,11 @@ from koila._bytes import format_bytes
 from koila.analysis.split import Facts
 from koila.errors import BudgetError
 from koila.planning.body import Body
-from koila.planning.cost import seconds, total_seconds
+from koila.planning.cost import LARGE, body_seconds, seconds
 from koila.planning.memory import Projection, peak_of, project, state_bytes
 from koila.planning.plan import Layout, Phase, Plan, keep_less, make_layout, make_plan
 from koila.planning.shrink import LEVERS, shrink
+from koila.planning.storages import reused, storages_of
 
 Found = tuple[Plan, Projection]
 
@@ -43,9 +44,9 @@ def plan_seconds(plan: Plan) -> float:
     """The expected time of a plan."""
     once = [plan.after, *(phase.before for phase in plan.phases)]
     sizes = [stop - start for start, stop in plan.chunks]
-    found = sum(total_seconds(body.calls) for body in once)
+    found = sum(map(body_seconds, once))
     for phase in plan.phases:
-        each = {size: total_seconds(body.calls) for size, body in phase.loops.items()}
+        each = {size: body_seconds(body) for size, body in phase.loops.items()}
         found += sum(each[size] for size in sizes)
     return found
 
@@ -57,6 +58,13 @@ def layout_seconds(layout: Layout) -> float:
         kept = layout.kept_before(number)
         found += sum(seconds(item.node) for item in items if item.kind in ("chunk", "whole") and item not in kept)
     return found
+
+
+def _largest_result(body: Body) -> int:
+    """The bytes of the largest storage that a body asks the system for."""
+    written = reused(body)
+    sizes = (size for ref, size in storages_of(body).num_bytes.items() if ref[0] not in written)
+    return max(sizes, default=0)
 
 
 def map_bodies(plan: Plan, change: Callable[[Body, int], Body | None]) -> Plan | None:
@@ -176,6 +184,7 @@ class Search:
             largest = self._largest_that_fits(level, allowed)
             if largest is not None:
                 yield self.plain(level, self.sizes[largest])
+                yield from self._with_small_results(level, largest)
             last = len(self.sizes) if largest is None else largest
             found = largest is not None
             for place in range(max(0, last - (1 if smallest else 2)), last) if "chunk" in self.levers else (0,):
@@ -186,6 +195,15 @@ class Search:
                     break
             if found:
                 return
+
+    def _with_small_results(self, level: int, place: int) -> Iterator[Found]:
+        """The plan with chunks so small that no result is made of new pages every time, if that is another one."""
+        plan = self.plain(level, self.sizes[place])[0]
+        made = (num_bytes for phase in plan.phases for num_bytes in map(_largest_result, phase.loops.values()))
+        share = (LARGE - 1) / max(LARGE - 1, *made, 0)
+        following = next((size for size in self.sizes if size <= share * self.sizes[place]), None)
+        if share < 1 and following is not None and "chunk" in self.levers:
+            yield self.plain(level, following)
 
     def _levels(self) -> list[int]:
         """How much crosses phases: all of it; all of it in a file (-1); less and less of it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from koila.planning.body import Body
-from koila.planning.cost import total_seconds
+from koila.planning.cost import body_seconds
 from koila.planning.memory import peak_of
 from koila.planning.order import reorder
 from koila.planning.recompute import recompute
@@ -25,9 +25,9 @@ def shrink(body: Body, limit: int, levers: frozenset[str] = LEVERS) -> Body | No
     for candidate in _candidates(body, limit, levers):
         if peak_of(candidate, candidate.chunk is None).num_bytes <= limit:
             fitting.append(candidate)
-            if len(fitting) == 1 and total_seconds(candidate.calls) <= total_seconds(body.calls):
+            if len(fitting) == 1 and body_seconds(candidate) <= body_seconds(body):
                 break
-    return min(fitting, key=lambda each: total_seconds(each.calls), default=None)
+    return min(fitting, key=body_seconds, default=None)
 
 
 def _candidates(body: Body, limit: int, levers: frozenset[str]) -> Iterator[Body]:

@@ -245,8 +245,7 @@ def _rnn_saved(call: Call, result: Any) -> int:
     if num_bytes(result[3]):
         return 0
     source, hidden = call["input"], call["hidden_size"]
-    batch_first = call["batch_first"]
-    length, batch = source.shape[1 if batch_first else 0], source.shape[0 if batch_first else 1]
+    length, batch = source.shape[:2]  # `batch_first` is history: the layer is given steps first.
     width = -(-max(source.shape[2], hidden) // 16) * 16 + 16
     return 4 * batch * (length + 1) * (8 * hidden + 7 * width) + (64 << 10)
 

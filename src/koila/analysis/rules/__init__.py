@@ -12,7 +12,20 @@ from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
-from koila.analysis.rules import attention, conv, index, linalg, loss, matmul, norm, pointwise, reduce, softmax, view
+from koila.analysis.rules import (
+    attention,
+    conv,
+    index,
+    linalg,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    recurrent,
+    reduce,
+    softmax,
+    view,
+)
 from koila.analysis.rules._axes import demoted
 from koila.analysis.rules.linear import LINEAR, Linear, keeps_sum
 from koila.analysis.ruling import Call, Operand, Rule, Ruling
@@ -32,6 +45,7 @@ FAMILIES: dict[str, dict[Any, Rule]] = {
     "attention": attention.ROWS,
     "softmax": softmax.ROWS,
     "linalg": linalg.ROWS,
+    "recurrent": recurrent.ROWS,
 }
 
 RULES: dict[OpOverload | OpOverloadPacket, Rule] = {

@@ -1,0 +1,123 @@
+"""oneDNN's recurrent layer and its backward in chunks: the workspace between them belongs to a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import koila
+from koila import events
+from koila.analysis.rules import rule_for
+from koila.analysis.ruling import Call, Operand
+from koila.analysis.types import OPAQUE, WHOLE, Sliced
+
+aten = torch.ops.aten
+LAYER = "executed::aten.mkldnn_rnn_layer.default"
+
+
+class Tagger(nn.Module):
+    """A recurrent network; its normalisation over the batch needs the forward before the backward can begin."""
+
+    def __init__(self, norm: bool = False, **options: bool | int | float) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(6, 8, **options)
+        width = 16 if options.get("bidirectional") else 8
+        self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layer(x)[0].flatten(0, 1)
+        return self.head(self.norm(found)).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def check(model: nn.Module, x: torch.Tensor, batch: int, size: int, run: Callable[[], int]) -> int:
+    torch.manual_seed(0)
+    expected = gradients(model, model(x))
+    torch.manual_seed(0)
+    before = run()
+    with koila.budget(chunk_size=size):
+        found = gradients(model, model(koila.lazy(x, batch=batch)))
+    for own, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=2e-5, atol=2e-6)
+    return run() - before
+
+
+def layers_run() -> int:
+    return events.counters().get(LAYER, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_first": True}, {"num_layers": 2}, {"bidirectional": True}, {"bias": False}],
+    ids=lambda options: ",".join(options) or "plain",
+)
+def test_a_layer_in_chunks(options: dict[str, bool | int], size: int) -> None:
+    torch.manual_seed(3)
+    model = Tagger(**options)
+    batch = 0 if options.get("batch_first") else 1
+    x = torch.randn((7, 5, 6) if batch == 0 else (5, 7, 6))
+    per_chunk = int(options.get("num_layers", 1)) * (2 if options.get("bidirectional") else 1)
+    assert check(model, x, batch, size, layers_run) == per_chunk * -(-7 // size)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_workspace_is_made_again_rather_than_kept(size: int) -> None:
+    torch.manual_seed(3)
+    assert check(Tagger(norm=True), torch.randn(5, 7, 6), 1, size, layers_run) > -(-7 // size)
+
+
+def test_states_that_are_given_and_read() -> None:
+    torch.manual_seed(3)
+    layer = nn.LSTM(6, 8)
+    x, h, c = torch.randn(5, 7, 6), torch.randn(1, 7, 8), torch.randn(1, 7, 8)
+
+    def loss(x: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        output, (last, cell) = layer(x, (h, c))
+        return (output.sum(0) * last[0] + cell[0]).square().mean()
+
+    expected = gradients(layer, loss(x, h, c))
+    with koila.budget(chunk_size=2):
+        found = gradients(layer, loss(*koila.lazy(x, h, c, batch=1)))
+    for own, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=2e-5, atol=2e-6)
+
+
+def test_inference() -> None:
+    torch.manual_seed(3)
+    layer, x = nn.LSTM(6, 8, batch_first=True), torch.randn(7, 5, 6)
+    with torch.no_grad(), koila.budget(chunk_size=2):
+        torch.testing.assert_close(koila.run(layer(koila.lazy(x))[0]), layer(x)[0])
+
+
+def backward_call(workspace: Operand) -> Call:
+    target = aten.mkldnn_rnn_layer_backward.default
+    value = lambda *shape: Operand(shape, torch.float32, WHOLE)  # noqa: E731
+    found = {argument.name: None for argument in target._schema.arguments}
+    states = {name: value(7, 8) for name in ("hx_", "cx_tmp", "hy_", "cy_")}
+    sliced = Operand((5, 7, 8), torch.float32, Sliced(1))
+    arguments = {**found, **states, "input": sliced, "output": sliced, "grad_output": sliced, "workspace": workspace}
+    results = (value(5, 7, 8), value(32, 8), value(32, 8), value(32), value(32), value(7, 8), value(7, 8))
+    return Call(target, {**arguments, "batch_sizes": ()}, results, 7)
+
+
+def test_a_workspace_of_the_whole_batch_is_of_no_use_to_a_chunk() -> None:
+    rule = rule_for(aten.mkldnn_rnn_layer_backward.default)
+    assert rule is not None
+    assert rule(backward_call(Operand((0,), torch.uint8, WHOLE))) is None
+    ruling = rule(backward_call(Operand((0,), torch.uint8, OPAQUE)))
+    assert ruling is not None and ruling.operands["workspace"] == OPAQUE
