@@ -33,6 +33,8 @@ _SOFTMAXES = {
     aten._log_softmax_backward_data.default: aten._log_softmax_backward_data.out,
 }
 """Kernels that read a row before they write it, if rows are contiguous."""
+_NOT_IN_PLACE = {aten.mvlgamma.default, aten.rrelu.default}
+"""Pointwise operators whose in-place forms allocate a result all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,9 @@ def variant_of(target: Any) -> Variant | None:
         return Variant(_IN_PLACE[target], None)
     if target in _SOFTMAXES:
         return _with_out(target, [_SOFTMAXES[target]])
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags or target.is_view:
+    if not isinstance(target, torch._ops.OpOverload) or target in _NOT_IN_PLACE or target.is_view:
+        return None
+    if torch.Tag.pointwise not in target.tags:
         return None
     packet = getattr(aten, target.overloadpacket.__name__, None)
     if packet is not target.overloadpacket or target._schema.is_mutable:
