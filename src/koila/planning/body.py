@@ -87,7 +87,7 @@ class Body:
     """What each index of the sink is."""
     chunk: int | None
     """Samples per chunk; None for a section that runs once."""
-    notes: dict[str, Any] = field(default_factory=dict, repr=False)
+    notes: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What was found out about it."""
 
     def decisions(self) -> list[str]:

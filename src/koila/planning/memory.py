@@ -40,7 +40,7 @@ class _Lives:
 
     def __init__(self, body: Body, first: bool) -> None:
         self.storages, self.calls, self.reused = storages_of(body), body.calls, reused(body)
-        last = last_steps(body)
+        last = dict(last_steps(body))
         self.extra: dict[int, int] = {}
         """Bytes that appear at a call and stay: merges that begin."""
         if first:
@@ -94,11 +94,14 @@ class _Lives:
 
 def peak_of(body: Body, first: bool = False) -> Peak:
     """The worst moment of a body; with `first`, what it hands on stays alive: it starts the merges, or is stored."""
-    worst = Peak(0, 0, ())
-    for step, (now, alive) in enumerate(_Lives(body, first).walk()):
-        if now > worst.num_bytes:
-            worst = Peak(now, step, tuple(alive))
-    return worst
+    found: Peak | None = body.notes.get(("peak", first))
+    if found is None:
+        found = Peak(0, 0, ())
+        for step, (now, alive) in enumerate(_Lives(body, first).walk()):
+            if now > found.num_bytes:
+                found = Peak(now, step, tuple(alive))
+        body.notes["peak", first] = found
+    return found
 
 
 def totals(body: Body) -> list[int]:

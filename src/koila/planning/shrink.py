@@ -21,13 +21,15 @@ LEVERS = frozenset({"order", "recompute", "region"})
 
 def shrink(body: Body, limit: int, levers: frozenset[str] = LEVERS) -> Body | None:
     """The fastest body within `limit` bytes of those tried; None if none is."""
-    fitting: list[Body] = []
+    best: Body | None = None
     for candidate in _candidates(body, limit, levers):
+        if best is not None and body_seconds(candidate) >= body_seconds(best):
+            break  # The following ones have more regions.
         if peak_of(candidate, candidate.chunk is None).num_bytes <= limit:
-            fitting.append(candidate)
-            if len(fitting) == 1 and body_seconds(candidate) <= body_seconds(body):
+            best = candidate
+            if body_seconds(best) <= body_seconds(body):
                 break
-    return min(fitting, key=body_seconds, default=None)
+    return best
 
 
 def _candidates(body: Body, limit: int, levers: frozenset[str]) -> Iterator[Body]:

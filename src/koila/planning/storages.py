@@ -96,11 +96,14 @@ def storages_of(body: Body) -> Storages:
 
 
 def last_steps(body: Body) -> dict[Ref, int]:
-    """For each storage, the number of the last call that reads it or makes a value in it."""
-    refs, last = storages_of(body).refs, dict[Ref, int]()
-    for step, node in enumerate(body.calls):
-        for each in (node, *node.all_input_nodes):
-            last.update((ref, step) for ref in refs[each])
+    """For each storage, the number of the last call that reads it or makes a value in it; found once."""
+    last: dict[Ref, int] | None = body.notes.get("last")
+    if last is None:
+        refs, last = storages_of(body).refs, {}
+        for step, node in enumerate(body.calls):
+            for each in (node, *node.all_input_nodes):
+                last.update((ref, step) for ref in refs[each])
+        body.notes["last"] = last
     return last
 
 
