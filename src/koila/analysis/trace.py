@@ -240,6 +240,8 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
     if any(_is_mutable(node) for node in module.graph.nodes):
         module = _functionalise(module, fakes, mode, table)
     _simplify(module)
+    if not whole_norms:
+        simplify_losses(module.graph)
     positions = [Input("leaf", number) for number in graph.counting]
     pick_by_position(module.graph, [n for n, i in zip(module.graph.nodes, inputs, strict=False) if i in positions])
     _check_functional(module)
@@ -281,7 +283,7 @@ def _simplify(module: fx.GraphModule) -> None:
             _replace_by_source(module.graph, node)
         elif node.target is aten.t.default and node.args[0].target is aten.t.default:
             node.replace_all_uses_with(node.args[0].args[0])
-    simplify_losses(module.graph)
+    module.graph.eliminate_dead_code()
 
 
 def _replace_by_source(graph: fx.Graph, node: fx.Node) -> None:

@@ -77,3 +77,15 @@ def test_losses_in_chunks(shape: tuple[int, ...], reduction: str, weighted: bool
     torch.testing.assert_close(scale.grad, expected)
     rewritten = events.counters().get("executed::aten.scatter_add.default", 0) > before
     assert rewritten == (len(shape) != 3)  # With one more dimension, eager has a view between loss and softmax.
+
+
+def test_a_loss_in_less_precision_than_its_logits_keeps_the_kernel() -> None:
+    def gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(F.cross_entropy(x.float().reshape(5, 7), y), [x])[0]
+
+    for dtype, keeps in ((torch.float64, True), (torch.float32, False), (torch.bfloat16, False)):
+        given = torch.randn(35, dtype=dtype), torch.randint(0, 7, (5,))
+        module = make_fx(gradient, decomposition_table=decompositions(), tracing_mode="fake")(*given)
+        simplify_losses(module.graph)
+        assert (aten._log_softmax_backward_data.default in targets(module)) == keeps
