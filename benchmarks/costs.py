@@ -35,10 +35,8 @@ def flops_per_second() -> dict[str, float]:
     a, b = torch.randn(256, 256), torch.randn(256, 1024)
     x, weight = torch.randn(4, 64, 24, 24), torch.randn(64, 64, 3, 3)
     q, k, v = (torch.randn(2, 8, 256, 32) for _ in range(3))
-    half = a.bfloat16(), b.bfloat16()
     return {
         "": 2 * 256 * 256 * 1024 / best_seconds(lambda: a @ b),
-        "bfloat16": 2 * 256 * 256 * 1024 / best_seconds(lambda: half[0] @ half[1]),
         "convolution": 2 * 4 * 24 * 24 * 64 * 64 * 9 / best_seconds(lambda: F.conv2d(x, weight, padding=1)),
         "attention": 4 * 2 * 8 * 256 * 256 * 32 / best_seconds(lambda: F.scaled_dot_product_attention(q, k, v)),
     }

@@ -128,6 +128,8 @@ class _Play:
         (ref,) = self.storages.refs[operand]
         if ref in self.shared or not is_new(ref[0]) or self.holders.get(ref) != {operand} or operand in self.shelved:
             return False
+        if (node, 0) in self.shared and operand.meta["val"]._is_view():
+            return False
         after = self.step - 1 if rest else self.step
         needed = any(operand in each.all_input_nodes for each in rest)
         return not needed and operand not in self.stored and self._next_use(operand, after) is None

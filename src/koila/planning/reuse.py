@@ -118,7 +118,7 @@ def _candidates(node: fx.Node) -> tuple[int, ...]:
         other = operand.meta.get("val")
         if operand not in direct or operand.op != "call_function" or not isinstance(other, torch.Tensor):
             continue
-        if _fills(other) and _layout(other) == _layout(value):
+        if _fills(other) and _layout(other) == _layout(value) and not (other.is_conj() or other.is_neg()):
             found.append(number)
     return tuple(found)
 

@@ -129,7 +129,9 @@ def reused(body: Body) -> dict[fx.Node, fx.Node]:
                 # A storage that keeps a workspace alive is more than its value.
                 free = last[ref] == step and ref not in shared and num_bytes(*ref) == sizes.get(ref)
                 others = [each for each in node.all_input_nodes if each is not operand]
-                if free and is_new(ref[0]) and not any(ref in refs[each] for each in others):
+                # What is handed on must not be a view: a sum would start with a copy of it.
+                alone = (node, 0) not in shared or not operand.meta["val"]._is_view()
+                if free and alone and is_new(ref[0]) and not any(ref in refs[each] for each in others):
                     found[node] = operand
                     break
     return found

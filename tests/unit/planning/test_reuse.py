@@ -177,10 +177,23 @@ def sums_and_gradients(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
     return [total + 1, (a * total).sum(1), total.exp().sum(), a.softmax(-1)]
 
 
+def conjugates(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    a = torch.complex(x @ w, x @ w.cos()).exp()
+    b = a.conj() * 2
+    return [b.real.sum(1), (b.imag * b.real).tanh(), (a * a.conj()).real.sum()]
+
+
+def test_results_are_no_views() -> None:
+    x, w = torch.randn(7, 4), torch.randn(4, 6)
+    with koila.budget(chunk_size=7):
+        found = koila.run((koila.lazy(x) @ w).view(7, 2, 3).exp())
+    assert not found._is_view()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize(
     "step",
-    [everything_is_a_result, views_are_read_later, twice_in_one_call, sums_and_gradients],
+    [everything_is_a_result, views_are_read_later, twice_in_one_call, sums_and_gradients, conjugates],
     ids=lambda f: f.__name__,
 )
 def test_what_is_read_later_stays(step: Step, size: int) -> None:
