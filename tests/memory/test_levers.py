@@ -199,7 +199,7 @@ def test_order() -> None:
 
 def test_offload_inside_a_body(tmp_path: Path) -> None:
     with shelf_in(str(tmp_path)):
-        plan = fit_alone("offload", deep_mlp(), 0.5)
+        plan = fit_alone("offload", deep_mlp(), 0.6)
     assert any(node.target is shelve for node in plan.after.calls)
     assert not recomputed(plan) and list(tmp_path.iterdir()) == []
 
