@@ -3,7 +3,7 @@
 *Takes* a call. *Gives* the operands that it could be written into, and the form of its operator that does so. It costs
 nothing: the peak is lower by the result, and the system hands out fewer pages. Pointwise kernels allow it for every
 operand, operators with an in-place form for their first, a softmax along contiguous rows for every operand of the
-result's shape. `koila.planning.memory.reused` decides, for a whole body, where it is done.
+result's shape. `koila.planning.storages.reused` decides, for a whole body, where it is done.
 """
 
 from __future__ import annotations
