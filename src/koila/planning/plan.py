@@ -23,6 +23,7 @@ from koila.analysis.split import Facts, Item
 from koila.analysis.types import OPAQUE, Merged, Sliced
 from koila.planning.body import Body, build_body
 from koila.planning.cost import seconds
+from koila.planning.storages import reused
 
 JOINT = (Moments, FirstExtreme)
 """Monoids whose pieces are all results of an operator together."""
@@ -166,7 +167,9 @@ class Plan:
         for number, phase in enumerate(self.phases):
             body = next(iter(phase.loops.values()))
             again = sum(bool(node.meta.get("again")) for node in body.calls)
+            written = len(reused(body))
             text = f"  phase {number}: {len(body.calls)} calls per chunk, {len(phase.targets)} merged or gathered"
+            text += f", {written} written over an operand" if written else ""
             text += f", {len(phase.kept)} kept" if phase.kept else ""
             lines.append(text + (f", {again} computed again" if again else ""))
             lines += [f"    {node.target}" for node in body.calls if hasattr(node.target, "plan")]
