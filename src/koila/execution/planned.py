@@ -16,7 +16,6 @@ from koila._budget import current_budget, default_bytes
 from koila._bytes import format_bytes
 from koila.analysis.trace import Demand
 from koila.execution.programs import Program, Selection
-from koila.execution.report import recomputed
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Value
 from koila.planning.plan import Plan
@@ -93,7 +92,7 @@ def _reasons(plan: Plan, graph: Graph) -> tuple[str, ...]:
     found = []
     if plan.chunk_size < plan.facts.num_samples:
         found.append(f"chunks of {plan.chunk_size}: the largest with which the fastest plan found fits")
-    again = recomputed(plan)
+    again = plan.recomputed
     if again:
         count = sum(again.values())
         found.append(f"{count} calls computed again per chunk: cheaper than the bytes of their values")

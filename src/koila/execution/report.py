@@ -6,17 +6,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from koila._bytes import format_bytes
 from koila.planning.plan import Plan
-from koila.planning.region import Region
 
 
 @dataclass(frozen=True)
@@ -92,36 +88,10 @@ class Notes:
             chunk_size=0 if plan is None else plan.chunk_size, num_chunks=0 if plan is None else len(plan.chunks),
             projected_bytes=self.projected_bytes, measured_bytes=self.measured_bytes,
             seconds=time.perf_counter() - self.started, phase_seconds=tuple(self.phase_seconds),
-            recomputed={} if plan is None else recomputed(plan), regions=() if plan is None else regions(plan),
+            recomputed={} if plan is None else dict(plan.recomputed), regions=() if plan is None else plan.regions,
             offloaded=0 if plan is None else len(plan.offloaded), fallbacks=tuple(self.fallbacks),
             retries=self.retries,
         )  # fmt: skip
-
-
-def recomputed(plan: Plan) -> dict[str, int]:
-    """Operators that a chunk runs again: in a later phase, or in the same one."""
-    found: Counter[str] = Counter()
-    seen: set[object] = set()
-    for number, phase in enumerate(plan.phases):
-        kept = plan.layout.kept_before(2 * number)
-        for item in phase.stage.body:
-            if item.kind == "chunk" and item not in kept and not _is_view(item.node.target):
-                found.update([str(item.node.target)] if item in seen else [])
-                seen.add(item)
-    bodies = [body for phase in plan.phases for body in (phase.before, next(iter(phase.loops.values())))]
-    for node in (node for body in (*bodies, plan.after) for node in body.calls):
-        found.update([str(node.target)] if node.meta.get("again") and not _is_view(node.target) else [])
-    return dict(found)
-
-
-def _is_view(target: Any) -> bool:
-    return not isinstance(target, torch._ops.OpOverload) or target.is_view or target is torch.ops.aten.reshape.default
-
-
-def regions(plan: Plan) -> tuple[str, ...]:
-    """The regions of a plan."""
-    bodies = [body for phase in plan.phases for body in (phase.before, *phase.loops.values())] + [plan.after]
-    return tuple(str(node.target) for body in bodies for node in body.calls if isinstance(node.target, Region))
 
 
 class Measure:

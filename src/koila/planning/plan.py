@@ -11,6 +11,7 @@ gives some of them up. These choices are greedy, not optimal.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -134,6 +135,28 @@ class Plan:
         """(first sample, sample after the last) of each chunk."""
         return chunks(self.facts.num_samples, self.chunk_size)
 
+    @cached_property
+    def recomputed(self) -> Counter[str]:
+        """Operators that a chunk runs again: in a later phase, or in the same one."""
+        found: Counter[str] = Counter()
+        seen: set[object] = set()
+        for number, phase in enumerate(self.phases):
+            kept = self.layout.kept_before(2 * number)
+            for item in phase.stage.body:
+                if item.kind == "chunk" and item not in kept and not _is_view(item.node.target):
+                    found.update([str(item.node.target)] if item in seen else [])
+                    seen.add(item)
+        bodies = [body for phase in self.phases for body in (phase.before, next(iter(phase.loops.values())))]
+        for node in (node for body in (*bodies, self.after) for node in body.calls):
+            found.update([str(node.target)] if node.meta.get("again") and not _is_view(node.target) else [])
+        return found
+
+    @cached_property
+    def regions(self) -> tuple[str, ...]:
+        """The parts that are cut along another axis."""
+        bodies = [body for phase in self.phases for body in (phase.before, *phase.loops.values())] + [self.after]
+        return tuple(str(node.target) for body in bodies for node in body.calls if hasattr(node.target, "plan"))
+
     def to_dict(self) -> dict[str, Any]:
         """Every decision as plain data: equal for equal plans, and ready for JSON."""
         names = lambda items: [item.node.name for item in items]  # noqa: E731
@@ -187,6 +210,10 @@ def chunks(num_samples: int, chunk_size: int) -> tuple[tuple[int, int], ...]:
     ((0, 2), (2, 4), (4, 5))
     """
     return tuple((start, min(start + chunk_size, num_samples)) for start in range(0, num_samples, chunk_size))
+
+
+def _is_view(target: Any) -> bool:
+    return not isinstance(target, torch._ops.OpOverload) or target.is_view or target is torch.ops.aten.reshape.default
 
 
 def key_of(item: Item) -> Item:
