@@ -16,7 +16,6 @@ from koila.analysis.split import Facts
 from koila.analysis.trace import Demand
 from koila.execution.chunked import CompiledPlan, run_chunked
 from koila.execution.programs import Program, Selection
-from koila.execution.report import recomputed, regions
 from koila.execution.tracker import StorageTracker
 from koila.ir.graph import Graph
 from koila.planning.plan import Plan
@@ -157,51 +156,51 @@ def test_chunk_does_not_lose_a_whole_batch_that_needs_fewer_bytes() -> None:
 
 def test_keep() -> None:
     plan = fit_alone("keep", normalised(), 0.95)
-    assert plan.chunk_size == 256 and recomputed(plan)
+    assert plan.chunk_size == 256 and plan.recomputed
 
 
 def test_region_over_the_tokens_of_a_head_and_its_loss() -> None:
     plan = fit_alone("region", head_and_loss(), 0.35)
-    assert any("of 64" in region for region in regions(plan))
+    assert any("of 64" in region for region in plan.regions)
 
 
 def test_region_over_the_tokens_of_an_mlp() -> None:
     plan = fit_alone("region", mlp_over_tokens(), 0.25)
-    assert any("of 256" in region for region in regions(plan))
+    assert any("of 256" in region for region in plan.regions)
 
 
 def test_region_over_the_queries_of_an_attention() -> None:
     plan = fit_alone("region", attention(heads=1, length=96), 0.4)
-    assert any("of 96" in region for region in regions(plan))
+    assert any("of 96" in region for region in plan.regions)
 
 
 def test_region_over_the_heads_of_an_attention() -> None:
     plan = fit_alone("region", attention(heads=4, length=64), 0.5)
-    assert any("of 4" in region for region in regions(plan))
+    assert any("of 4" in region for region in plan.regions)
 
 
 def test_region_in_an_attention_with_its_projection() -> None:
-    assert regions(fit_alone("region", projected_attention(2), 0.7))
+    assert fit_alone("region", projected_attention(2), 0.7).regions
 
 
 def test_region_in_an_attention_with_its_projection_at_batch_one() -> None:
-    assert regions(fit_alone("region", projected_attention(1), 0.7))
+    assert fit_alone("region", projected_attention(1), 0.7).regions
 
 
 def test_recompute() -> None:
-    assert recomputed(fit_alone("recompute", deep_mlp(), 0.5))
+    assert fit_alone("recompute", deep_mlp(), 0.5).recomputed
 
 
 def test_order() -> None:
     plan = fit_alone("order", branches(), 0.5)
-    assert not recomputed(plan) and not regions(plan)
+    assert not plan.recomputed and not plan.regions
 
 
 def test_offload_inside_a_body(tmp_path: Path) -> None:
     with shelf_in(str(tmp_path)):
         plan = fit_alone("offload", deep_mlp(), 0.6)
     assert any(node.target is shelve for node in plan.after.calls)
-    assert not recomputed(plan) and list(tmp_path.iterdir()) == []
+    assert not plan.recomputed and list(tmp_path.iterdir()) == []
 
 
 def test_offload_of_what_is_kept_between_phases(tmp_path: Path) -> None:
