@@ -123,6 +123,7 @@ def reused(body: Body) -> dict[fx.Node, fx.Node]:
         refs, sizes = storages_of(body).refs, storages_of(body).num_bytes
         last, shared = last_steps(body), shared_storages(body)
         found = body.notes["reused"] = {}
+        views = {node for node in body.calls if isinstance(v := node.meta.get("val"), torch.Tensor) and v._is_view()}
         for step, node in enumerate(body.calls):
             for operand in candidates(node):
                 (ref,) = refs[operand]
@@ -130,9 +131,10 @@ def reused(body: Body) -> dict[fx.Node, fx.Node]:
                 free = last[ref] == step and ref not in shared and num_bytes(*ref) == sizes.get(ref)
                 others = [each for each in node.all_input_nodes if each is not operand]
                 # What is handed on must not be a view: a sum would start with a copy of it.
-                alone = (node, 0) not in shared or not operand.meta["val"]._is_view()
+                alone = (node, 0) not in shared or operand not in views
                 if free and alone and is_new(ref[0]) and not any(ref in refs[each] for each in others):
                     found[node] = operand
+                    views |= {node} if operand in views else set()
                     break
     return found
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -44,16 +42,16 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def check(model: nn.Module, x: torch.Tensor, batch: int, size: int, run: Callable[[], int]) -> int:
+def check(model: nn.Module, x: torch.Tensor, batch: int, size: int) -> int:
     torch.manual_seed(0)
     expected = gradients(model, model(x))
     torch.manual_seed(0)
-    before = run()
+    before = layers_run()
     with koila.budget(chunk_size=size):
         found = gradients(model, model(koila.lazy(x, batch=batch)))
     for own, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(own, theirs, rtol=2e-5, atol=2e-6)
-    return run() - before
+    return layers_run() - before
 
 
 def layers_run() -> int:
@@ -72,13 +70,13 @@ def test_a_layer_in_chunks(options: dict[str, bool | int], size: int) -> None:
     batch = 0 if options.get("batch_first") else 1
     x = torch.randn((7, 5, 6) if batch == 0 else (5, 7, 6))
     per_chunk = int(options.get("num_layers", 1)) * (2 if options.get("bidirectional") else 1)
-    assert check(model, x, batch, size, layers_run) == per_chunk * -(-7 // size)
+    assert check(model, x, batch, size) == per_chunk * -(-7 // size)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_workspace_is_made_again_rather_than_kept(size: int) -> None:
     torch.manual_seed(3)
-    assert check(Tagger(norm=True), torch.randn(5, 7, 6), 1, size, layers_run) > -(-7 // size)
+    assert check(Tagger(norm=True), torch.randn(5, 7, 6), 1, size) > -(-7 // size)
 
 
 def test_states_that_are_given_and_read() -> None:

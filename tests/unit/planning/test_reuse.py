@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch._ops import OpOverload
 
 import koila
 from benchmarks.witness import Watch, call_outside
+from koila.planning.body import Body, run_node, sink_value
 from koila.planning.reuse import _IN_PLACE, Variant, variant_of
+from koila.planning.storages import reused
 
 aten = torch.ops.aten
 LARGE = (64, 128)
@@ -185,8 +188,10 @@ def conjugates(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
 
 def test_results_are_no_views() -> None:
     x, w = torch.randn(7, 4), torch.randn(4, 6)
-    with koila.budget(chunk_size=7):
-        found = koila.run((koila.lazy(x) @ w).view(7, 2, 3).exp())
+    with koila.budget(chunk_size=2):
+        total = (koila.lazy(x) @ w).sum(0) + 1
+        found = koila.run(total.view(2, 3).exp().tanh())
+    torch.testing.assert_close(found, ((x @ w).sum(0) + 1).view(2, 3).exp().tanh())
     assert not found._is_view()
 
 
@@ -210,3 +215,18 @@ def test_what_is_read_later_stays(step: Step, size: int) -> None:
     for own, theirs in zip(values, expected, strict=True):
         torch.testing.assert_close(own, theirs)
     assert torch.equal(x, before)
+
+
+def test_what_is_handed_on_is_not_written_over_a_view() -> None:
+    """Not even by two calls in a row, of which the first may be."""
+    graph = fx.Graph()
+    names = {name: graph.placeholder(name) for name in ("w0", "start", "stop", "sink")}
+    names["w0"].meta["val"] = torch.empty(6, device="meta")
+    node = names["w0"]
+    for target, args in ((aten.neg.default, ()), (aten.view.default, ([2, 3],)), (aten.exp.default, ())):
+        node = graph.call_function(target, (node, *args))
+        node.meta["val"] = run_node(node)
+    last = graph.call_function(aten.tanh.default, (node,))
+    last.meta["val"] = run_node(last)
+    graph.call_function(sink_value, (names["sink"], 0, last))
+    assert list(reused(Body(graph, (), (), None))) == [node]
