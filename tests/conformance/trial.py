@@ -236,7 +236,7 @@ def isolated() -> Iterator[None]:
         try:
             koila.settle()
         except Exception:
-            recorder.effects = []
+            recorder.forget_effects()
         recorder.new_epoch()
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from koila.analysis.chunk_rule import Call, Operand
 from koila.analysis.rules import rule_for
-from koila.analysis.ruling import Call, Operand
 from koila.analysis.split import Facts
 from koila.analysis.types import WHOLE, Sliced
 from koila.interfaces import BatchInfo

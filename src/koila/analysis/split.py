@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from koila import events
+from koila.analysis.chunk_rule import Call, ChunkRule, Operand
 from koila.analysis.rules import rule_for
-from koila.analysis.ruling import Call, Operand, Ruling
 from koila.analysis.trace import Input, Joint
 from koila.analysis.types import OPAQUE, WHOLE, Merged, Sliced, SplitType, Whole
 from koila.analysis.uniform import operand_types
@@ -35,7 +35,7 @@ class Item:
     type: SplitType | tuple[SplitType, ...]
     operands: tuple[Item, ...] = ()
     """What it is made from, in the order of the tensors among the node's arguments."""
-    ruling: Ruling | None = None
+    ruling: ChunkRule | None = None
     """For a chunk: how the operator's arguments change."""
     index: int | None = None
     """For `part` and the like: which result of an operator with several."""
@@ -157,7 +157,7 @@ class _Typing:
         kind = source.type[index] if isinstance(source.type, tuple) else source.type
         return Item("part", node, kind, (source,), index=index, phase=source.phase)
 
-    def _ruling(self, node: fx.Node) -> Ruling | None:
+    def _ruling(self, node: fx.Node) -> ChunkRule | None:
         rule = rule_for(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
         call = None if rule is None else describe_call(node, lambda n: self.items[n].type, self.num_samples)
         if call is None or rule is None:
@@ -168,7 +168,7 @@ class _Typing:
             events.count(f"rule_error::{node.target}: {type(error).__name__}: {error}")
             return None
 
-    def _chunk_call(self, node: fx.Node, ruling: Ruling) -> Item:
+    def _chunk_call(self, node: fx.Node, ruling: ChunkRule) -> Item:
         operands = []
         for name, value in arguments_by_name(node).items():
             required = ruling.operands.get(name, WHOLE)

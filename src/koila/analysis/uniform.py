@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from koila.analysis.chunk_rule import ChunkRule
 from koila.analysis.rules.view import factored
-from koila.analysis.ruling import Ruling
 from koila.analysis.types import Sliced
 from koila.ir.tree import leaves
 
 aten = torch.ops.aten
-Plan = tuple[Ruling, list[Sliced | None]]
+Plan = tuple[ChunkRule, list[Sliced | None]]
 
 _FACTORIES = {
     aten.full.default: ("size",),
@@ -66,13 +66,13 @@ def operand_types(node: fx.Node, kind: Sliced, num_samples: int) -> Plan | None:
     if kind.dim >= len(_shape(node)) or _shape(node)[kind.dim] != kind.extent(num_samples):
         return None
     if target in _FACTORIES:
-        return Ruling({}, kind, sizes=_FACTORIES[target]), [None] * len(operands)
+        return ChunkRule({}, kind, sizes=_FACTORIES[target]), [None] * len(operands)
     if target in _LIKE:
-        return Ruling({"self": kind}, kind), [kind]
+        return ChunkRule({"self": kind}, kind), [kind]
     if target is aten.expand.default:
-        return Ruling({}, kind, sizes=("size",)), [_aligned(node, operands[0], kind)]
+        return ChunkRule({}, kind, sizes=("size",)), [_aligned(node, operands[0], kind)]
     if target in _ELEMENTWISE or torch.Tag.pointwise in target.tags:
-        return Ruling({}, kind), [_aligned(node, operand, kind) for operand in operands]
+        return ChunkRule({}, kind), [_aligned(node, operand, kind) for operand in operands]
     return _moved(node, operands, kind, num_samples)
 
 
@@ -83,16 +83,16 @@ def _moved(node: fx.Node, operands: list[fx.Node], kind: Sliced, num_samples: in
     if target in _VIEWS:
         before = factored(_shape(node), kind, _shape(operands[0]), num_samples)
         size = "shape" if target is aten.reshape.default else "size"
-        return None if before is None else (Ruling({}, kind, sizes=(size,)), [before])
+        return None if before is None else (ChunkRule({}, kind, sizes=(size,)), [before])
     if target is aten.permute.default:
         order: Any = node.args[1]
-        return Ruling({}, kind), [kind.at(order[kind.dim] % rank)]
+        return ChunkRule({}, kind), [kind.at(order[kind.dim] % rank)]
     if target is aten.t.default and rank == 2:
-        return Ruling({}, kind), [kind.at(1 - kind.dim)]
+        return ChunkRule({}, kind), [kind.at(1 - kind.dim)]
     if target is aten.transpose.int:
         first, second = (_int(node.args[place]) % rank for place in (1, 2))
-        return Ruling({}, kind), [kind.at({first: second, second: first}.get(kind.dim, kind.dim))]
+        return ChunkRule({}, kind), [kind.at({first: second, second: first}.get(kind.dim, kind.dim))]
     if target is aten.unsqueeze.default:
         added = _int(node.args[1]) % (rank + 1)
-        return None if added == kind.dim else (Ruling({}, kind), [kind.at(kind.dim - (kind.dim > added))])
+        return None if added == kind.dim else (ChunkRule({}, kind), [kind.at(kind.dim - (kind.dim > added))])
     return None

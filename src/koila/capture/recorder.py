@@ -57,23 +57,21 @@ _epochs = itertools.count()
 
 
 class _Place(threading.local):
-    """Where a thread stands in its program."""
+    """Where a thread stands in its program, and what it has recorded."""
 
     def __init__(self) -> None:
         self.trie = TrieCache()
         self.epoch = next(_epochs)
         self.count = 0
+        self.effects: list[Node] = []
+        self.tape: list[weakref.ref[Node]] = []
 
 
 class Recorder:
-    """What is recorded and has not run yet; a value may be recorded in one thread and run in another."""
+    """What each thread has recorded and not run yet; a value may be recorded in one thread and run in another."""
 
     def __init__(self) -> None:
         self.place = _Place()
-        self.effects: list[Node] = []
-        """Nodes that write to real tensors: they run with the next run, whoever asks for it."""
-        self.tape: list[weakref.ref[Node]] = []
-        """Every recorded node that may still be pending, in order."""
         self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
         """Storages of real tensors that values or pending calls hold, by their address."""
 
@@ -82,11 +80,33 @@ class Recorder:
         self.place.trie.reset_current()
         self.place.epoch = next(_epochs)
         self.place.count = 0
-        self.tape = [weakref.ref(node) for node in self.pending()]
+        self.place.tape = [weakref.ref(node) for node in self.pending()]
+
+    @property
+    def effects(self) -> list[Node]:
+        """Writes to real tensors that this thread recorded and nobody has done: they run with its next run."""
+        place = self.place
+        place.effects = [node for node in place.effects if node.due]
+        return place.effects
 
     def pending(self) -> list[Node]:
-        """Recorded nodes that have not run, and that anything still refers to."""
-        return [node for reference in self.tape if (node := reference()) is not None and not node.done]
+        """Nodes that this thread recorded, that have not run, and that anything still refers to; in order."""
+        return [node for reference in self.place.tape if (node := reference()) is not None and not node.done]
+
+    def forget_effects(self) -> None:
+        """The writes that this thread has pending will not be done."""
+        for node in self.effects:
+            node.due = False
+
+    def note(self, node: Node) -> None:
+        """A node was recorded."""
+        self.place.tape.append(weakref.ref(node))
+
+    def note_effect(self, node: Node) -> None:
+        """A recorded node writes to a real tensor."""
+        if not node.due:
+            node.due = True
+            self.place.effects.append(node)
 
     def storage_of(self, operand: Value | torch.Tensor, register: bool = False) -> Storage | None:
         """The storage of an operand; a real tensor has one only if a pending call writes to it."""
@@ -337,7 +357,7 @@ def _note_effects(node: Node, inference: Inference) -> None:
     """Tell the storages who reads and who writes them; a write to a real one is an effect."""
     register = node.func in HIDDEN_WRITERS
     reference = weakref.ref(node)
-    recorder.tape.append(reference)
+    recorder.note(node)
     for operand in node.operands:
         storage = recorder.storage_of(operand, register)
         if storage is not None:
@@ -354,8 +374,8 @@ def _note_effects(node: Node, inference: Inference) -> None:
         storage.requires_grad |= requires_grad
         if isinstance(operand, Value) and requires_grad:
             operand.prepass = operand.prepass.with_grad(True)
-        if storage.real and not inference.ordered and node not in recorder.effects[-1:]:
-            recorder.effects.append(node)
+        if storage.real and not inference.ordered:
+            recorder.note_effect(node)
 
 
 def _cut(node: Node) -> None:

@@ -159,7 +159,7 @@ class Engine:
             if not graph.nodes:
                 return
         try:
-            self._run(Evaluation(graph, pending, set(effects) & set(graph.nodes)), request, whole)
+            self._run(Evaluation(graph, pending, {node for node in graph.nodes if node.due}), request, whole)
         except BaseException as error:
             own = collect(pending, [])
             if len(own.nodes) == len(graph.nodes) or not isinstance(error, Exception):
@@ -170,7 +170,7 @@ class Engine:
 
     def _run_alone(self, graph: Graph, wanted: list[Value], request: BackwardRequest | None, whole: bool) -> None:
         """Run a program without what else is pending; the others' effects are performed one by one, or dropped."""
-        due = [node for node in self._recorder.effects if node in graph.positions]
+        due = [node for node in graph.nodes if node.due]
         for node in [node for node in self._recorder.effects if node not in graph.positions]:
             self._perform(collect([], [node]))
         try:
@@ -182,7 +182,7 @@ class Engine:
 
     def _perform(self, graph: Graph) -> None:
         """Run a program for its effects alone."""
-        due = {node for node in self._recorder.effects if node in graph.positions}
+        due = {node for node in graph.nodes if node.due}
         whole = not self._is_cut(graph, current_budget(graph.budgets))
         try:
             self._run(Evaluation(graph, [], due), None, whole)
@@ -197,8 +197,9 @@ class Engine:
 
     def _drop_effects(self, nodes: Sequence[Node]) -> None:
         """A run that failed leaves no writes behind that every later run would try again (Rule 4)."""
-        dropped = set(nodes) & set(self._recorder.effects)
-        self._recorder.effects = [node for node in self._recorder.effects if node not in dropped]
+        dropped = {node for node in nodes if node.due}
+        for node in dropped:
+            node.due = False
         failed = set(nodes)
         for storage in {storage for node in nodes for storage in node.storages}:
             storage.writers = [writer for writer in storage.writers if writer not in dropped]
@@ -373,7 +374,7 @@ class Engine:
         """The values are real now, and what was executed is no longer pending."""
         executed = set(graph.nodes)
         for node in executed:
-            node.done = True
+            node.done, node.due = True, False
         for value, real in results.items():
             value.bind(real)
         storages = {v.storage for node in graph.nodes for v in node.values()}
@@ -382,7 +383,6 @@ class Engine:
         for storage in storages:
             storage.writers = [writer for writer in storage.writers if writer not in executed]
             storage.readers = [r for r in storage.readers if (n := r()) is not None and n not in executed]
-        self._recorder.effects = [node for node in self._recorder.effects if node not in executed]
         self._recorder.new_epoch()
 
 

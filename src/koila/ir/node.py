@@ -103,6 +103,7 @@ class Node:
         "depth",
         "done",
         "draws",
+        "due",
         "func",
         "inference",
         "key",
@@ -138,6 +139,8 @@ class Node:
         self.sequence = next(_sequence)
         self.draws: list[Any] = []
         """One source per random operator inside the call."""
+        self.due = False
+        """Whether it writes to a real tensor (running statistics) and no run has done so yet."""
         self.done = False
         """Whether a run has executed it; a value of it that was too large to keep can still be asked for."""
         self.versions: tuple[tuple[int, int, bool] | None, ...] = ()

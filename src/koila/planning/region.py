@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from koila import events
+from koila.analysis.chunk_rule import Call, ChunkRule
 from koila.analysis.rules import rule_for
-from koila.analysis.ruling import Call, Ruling
 from koila.analysis.split import Facts, analyse, arguments_by_name, describe_call
 from koila.analysis.trace import Input, Joint, Slot
 from koila.analysis.types import WHOLE, Merged, Sliced, SplitType
@@ -135,7 +135,7 @@ class _Growth:
             raise _Fails
         return self._enter(zip(node.all_input_nodes, found[1], strict=True))
 
-    def _operands(self, node: fx.Node, ruling: Ruling) -> list[tuple[fx.Node, Sliced]]:
+    def _operands(self, node: fx.Node, ruling: ChunkRule) -> list[tuple[fx.Node, Sliced]]:
         """Large operands that must be made in chunks, too; small ones are cut where they enter."""
         pairs: list[tuple[Any, Any]] = []
         for name, value in arguments_by_name(node).items():
@@ -159,7 +159,7 @@ class _Growth:
                     self.entries.setdefault(member, kind)
         return found
 
-    def _cut_that_gives(self, node: fx.Node, wanted: Sliced, index: int | None) -> Ruling | None:
+    def _cut_that_gives(self, node: fx.Node, wanted: Sliced, index: int | None) -> ChunkRule | None:
         """The cut of operands whose result is cut as wanted: the rules, asked backwards."""
         given = {o: t for o in node.all_input_nodes if isinstance(t := self.types.get(o), (Sliced, Merged))}
         if given:
@@ -175,7 +175,7 @@ class _Growth:
                         return ruling
         return None
 
-    def _ruling(self, node: fx.Node, given: dict[fx.Node, Any]) -> Ruling | None:
+    def _ruling(self, node: fx.Node, given: dict[fx.Node, Any]) -> ChunkRule | None:
         rule = rule_for(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
         if rule is None:
             return None
@@ -254,7 +254,7 @@ class _Growth:
         return found if len(found) <= _NEAR else None
 
 
-def _result(ruling: Ruling, index: int | None) -> Any:
+def _result(ruling: ChunkRule, index: int | None) -> Any:
     if index is None:
         return ruling.result
     return ruling.result[index] if isinstance(ruling.result, tuple) else ruling.result

@@ -15,8 +15,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Operand
 from koila.analysis.rules import rule_for
-from koila.analysis.ruling import Call, Operand, Ruling
 from koila.analysis.types import WHOLE, Merged, Sliced, SplitType, chunk_of, store_chunk
 
 TOLERANCE = 1e-10
@@ -98,7 +98,7 @@ def call_of(recorded: Recorded, types: Mapping[Place, SplitType], num_samples: i
     return Call(recorded.target, arguments, results, num_samples)
 
 
-def required(ruling: Ruling, place: Place) -> SplitType:
+def required(ruling: ChunkRule, place: Place) -> SplitType:
     """The type that a ruling needs of one operand."""
     need = ruling.operands.get(place[0], WHOLE)
     if isinstance(need, tuple):
@@ -108,7 +108,7 @@ def required(ruling: Ruling, place: Place) -> SplitType:
 
 
 def chunk_arguments(
-    recorded: Recorded, ruling: Ruling, pieces: Mapping[Place, Any], num_samples: int
+    recorded: Recorded, ruling: ChunkRule, pieces: Mapping[Place, Any], num_samples: int
 ) -> dict[str, Any]:
     """The arguments of one chunk's call: operands replaced, sizes and rewrites applied."""
     arguments: dict[str, Any] = {}
@@ -126,12 +126,12 @@ def chunk_arguments(
     return arguments if ruling.rewrite is None else ruling.rewrite(arguments, num_samples)
 
 
-def _types_in(ruling: Ruling) -> Iterator[Any]:
+def _types_in(ruling: ChunkRule) -> Iterator[Any]:
     for need in (*ruling.operands.values(), ruling.result):
         yield from need if isinstance(need, tuple) else (need,)
 
 
-def granule_of(ruling: Ruling, have: Mapping[Place, SplitType]) -> int:
+def granule_of(ruling: ChunkRule, have: Mapping[Place, SplitType]) -> int:
     """Every chunk must be a multiple of it."""
     kinds = [kind.granule for kind in (*_types_in(ruling), *have.values()) if isinstance(kind, Sliced)]
     return math.lcm(*kinds) if kinds else 1
@@ -164,7 +164,7 @@ def _addends(value: torch.Tensor, count: int) -> list[torch.Tensor]:
     return [*parts, rest]
 
 
-def prove(recorded: Recorded, types: Mapping[Place, SplitType], num_samples: int) -> Ruling | None:
+def prove(recorded: Recorded, types: Mapping[Place, SplitType], num_samples: int) -> ChunkRule | None:
     """Ask the rule under a hypothesis; if it rules, check it at every kind of partition."""
     rule = rule_for(recorded.target)
     ruling = None if rule is None else rule(call_of(recorded, types, num_samples))
@@ -178,7 +178,7 @@ def prove(recorded: Recorded, types: Mapping[Place, SplitType], num_samples: int
     return ruling
 
 
-def check_conversions(recorded: Recorded, ruling: Ruling, types: Mapping[Place, SplitType]) -> None:
+def check_conversions(recorded: Recorded, ruling: ChunkRule, types: Mapping[Place, SplitType]) -> None:
     """A ruling may only ask for what the engine can give."""
     for place in recorded.places():
         have, need = types.get(place, WHOLE), required(ruling, place)
@@ -188,7 +188,7 @@ def check_conversions(recorded: Recorded, ruling: Ruling, types: Mapping[Place, 
     assert not unknown, f"types for {unknown}, which are no operands"
 
 
-def _run_chunks(recorded: Recorded, ruling: Ruling, sizes: list[int], num_samples: int) -> tuple[Any, ...]:
+def _run_chunks(recorded: Recorded, ruling: ChunkRule, sizes: list[int], num_samples: int) -> tuple[Any, ...]:
     operands = recorded.places()
     needs = {place: required(ruling, place) for place in operands}
     sums = {place: _addends(operands[place], len(sizes)) for place, need in needs.items() if isinstance(need, Merged)}
@@ -213,7 +213,7 @@ def _run_chunks(recorded: Recorded, ruling: Ruling, sizes: list[int], num_sample
 class _Sink:
     """Gathers and merges the chunks' results."""
 
-    def __init__(self, recorded: Recorded, ruling: Ruling, num_samples: int) -> None:
+    def __init__(self, recorded: Recorded, ruling: ChunkRule, num_samples: int) -> None:
         self.recorded, self.num_samples = recorded, num_samples
         self.joint = ruling.result if isinstance(ruling.result, Merged) else None
         self.types = ruling.result if isinstance(ruling.result, tuple) else (ruling.result,)

@@ -8,8 +8,8 @@ from torch import nn
 
 import koila
 from koila import events
+from koila.analysis.chunk_rule import Call, Operand
 from koila.analysis.rules import rule_for
-from koila.analysis.ruling import Call, Operand
 from koila.analysis.types import OPAQUE, WHOLE, Sliced
 
 aten = torch.ops.aten

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._ops import OpOverload
 
+from koila.analysis.chunk_rule import ChunkRule
 from koila.analysis.monoids import Extreme, Sum
 from koila.analysis.rules import rule_for
-from koila.analysis.ruling import Ruling
 from koila.analysis.types import WHOLE, Merged, Sliced, SplitType
 from tests.unit.analysis.harness import Place, call_of, prove, run
 
@@ -22,7 +22,7 @@ def real(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-def ruled(types: dict[str, SplitType], batch: int, target: OpOverload, *args: Any, **kwargs: Any) -> Ruling | None:
+def ruled(types: dict[str, SplitType], batch: int, target: OpOverload, *args: Any, **kwargs: Any) -> ChunkRule | None:
     """The ruling, proved."""
     places: dict[Place, SplitType] = {(name, None): kind for name, kind in types.items()}
     return prove(run(target, *args, **kwargs), places, batch)

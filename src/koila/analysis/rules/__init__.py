@@ -1,6 +1,6 @@
 """Split rules: what each operator does with a chunk of the batch.
 
-*Takes* an operator. *Gives* its rule: a function from a `Call` to a `Ruling`, or None where the operator must run
+*Takes* an operator. *Gives* its rule: a function from a `Call` to a `ChunkRule`, or None where the operator must run
 whole (Rule 3). An operator is a line in the table of its family.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Operand, Rule
 from koila.analysis.rules import (
     attention,
     conv,
@@ -28,7 +29,6 @@ from koila.analysis.rules import (
 )
 from koila.analysis.rules._axes import demoted
 from koila.analysis.rules.linear import LINEAR, Linear, keeps_sum
-from koila.analysis.ruling import Call, Operand, Rule, Ruling
 from koila.analysis.types import Merged, Sliced
 
 __all__ = ["FAMILIES", "LINEAR", "RULES", "rule_for"]
@@ -68,10 +68,10 @@ def rule_for(target: OpOverload) -> Rule | None:
     return None if rule is None and linear is None else _decided(rule, linear)
 
 
-def _decided(rule: Rule | None, linear: Linear | None) -> Callable[[Call], Ruling | None]:
+def _decided(rule: Rule | None, linear: Linear | None) -> Callable[[Call], ChunkRule | None]:
     """Keep a sum open where the operator is linear; else take merges as finished and follow the slices."""
 
-    def decide(call: Call) -> Ruling | None:
+    def decide(call: Call) -> ChunkRule | None:
         if linear is not None and _has(call, Merged):
             ruling = keeps_sum(call, linear)
             if ruling is not None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Operand
 from koila.analysis.monoids import Sum, narrow_dtype
-from koila.analysis.ruling import Call, Operand, Ruling
 from koila.analysis.types import WHOLE, Merged, Sliced, SplitType
 
 Label = Hashable | None
@@ -39,7 +39,7 @@ class Axes:
     broadcast: bool = True
     """An operand of size one in the batch's dimension is the same for every chunk."""
     sizes: tuple[str, ...] = field(default=())
-    """See `Ruling.sizes`."""
+    """See `ChunkRule.sizes`."""
 
 
 def right(ndim: int, rigid: set[int] | frozenset[int] = frozenset()) -> Labels:
@@ -60,7 +60,7 @@ def dims_of(value: Any, ndim: int) -> set[int]:
     return {dim % ndim if ndim else 0 for dim in dims}
 
 
-def follow(call: Call, axes: Axes) -> Ruling | None:
+def follow(call: Call, axes: Axes) -> ChunkRule | None:
     """The ruling for the first Sliced operand that all others can follow."""
     for label, kind in _leaders(call, axes):
         try:
@@ -93,7 +93,7 @@ def _pairs(call: Call, axes: Axes) -> Iterator[tuple[Operand, Labels]]:
                     yield item, item_labels
 
 
-def _led(call: Call, axes: Axes, label: Hashable, kind: Sliced) -> Ruling:
+def _led(call: Call, axes: Axes, label: Hashable, kind: Sliced) -> ChunkRule:
     needs: dict[str, Any] = {}
     for name, labels in axes.operands.items():
         value = call[name]
@@ -108,7 +108,7 @@ def _led(call: Call, axes: Axes, label: Hashable, kind: Sliced) -> Ruling:
     if not any(isinstance(result, (Sliced, Merged)) for result in results):
         raise _Mismatch
     sizes = axes.sizes if isinstance(results[0], Sliced) else ()
-    return Ruling(needs, packed(call, results), sizes)
+    return ChunkRule(needs, packed(call, results), sizes)
 
 
 def packed(call: Call, results: tuple[SplitType, ...]) -> SplitType | tuple[SplitType, ...]:

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Operand, Rule
 from koila.analysis.rules._axes import Axes, Labels, dims_of, follow, right
-from koila.analysis.ruling import Call, Operand, Rule, Ruling
 from koila.analysis.types import Merged, Sliced, SplitType
 
 Check = Callable[[Call], bool]
 
 
-def pointwise(call: Call) -> Ruling | None:
+def pointwise(call: Call) -> ChunkRule | None:
     """Every element of a result comes from the elements at the same (broadcast) place."""
     return follow(call, Axes(_aligned(call), tuple(None if r is None else right(r.ndim) for r in call.results)))
 
@@ -33,7 +33,7 @@ def pointwise(call: Call) -> Ruling | None:
 def elementwise(*sizes: str, only: Sequence[str] | None = None) -> Rule:
     """Pointwise, with arguments that hold the result's size, or in some of its operands only."""
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         labels = {name: value for name, value in _aligned(call).items() if only is None or name in only}
         results = tuple(None if r is None else right(r.ndim) for r in call.results)
         return follow(call, Axes(labels, results, sizes=sizes))
@@ -81,7 +81,7 @@ def letters(text: str, *, sizes: tuple[str, ...] = (), when: Check | None = None
     """A rule from named dimensions; see the module's first paragraph."""
     spec = _parsed(text)
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         if when is not None and not when(call):
             return None
         operands = {
@@ -106,7 +106,7 @@ def along(dim: str, *, first: str = "self", when: Check | None = None, free: Seq
     others are Whole.
     """
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         if when is not None and not when(call):
             return None
         ndim = call[first].ndim
@@ -128,7 +128,7 @@ def trailing(num_rigid: int, *, sizes: tuple[str, ...] = ()) -> Rule:
     def labels(value: Operand) -> Labels:
         return right(value.ndim, set(range(max(0, value.ndim - num_rigid), value.ndim)))
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         operands = {name: labels(value) for name, value in call.operands().items() if isinstance(value, Operand)}
         results = tuple(None if r is None else labels(r) for r in call.results)
         return follow(call, Axes(operands, results, broadcast=False, sizes=sizes))
@@ -139,7 +139,7 @@ def trailing(num_rigid: int, *, sizes: tuple[str, ...] = ()) -> Rule:
 def either(*rules: Rule) -> Rule:
     """The first of several rules that rules."""
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         return next((ruling for rule in rules if (ruling := rule(call)) is not None), None)
 
     return rule
@@ -155,7 +155,7 @@ def inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def weighted(ruling: Ruling, call: Call, result: SplitType | tuple[SplitType, ...]) -> Ruling:
+def weighted(ruling: ChunkRule, call: Call, result: SplitType | tuple[SplitType, ...]) -> ChunkRule:
     """The ruling with the chunk's result scaled by the chunk's share of the samples."""
     whole, total = call.target, call.num_samples
 
@@ -171,7 +171,7 @@ def weighted(ruling: Ruling, call: Call, result: SplitType | tuple[SplitType, ..
 def dense(rule: Rule, *names: str) -> Rule:
     """For kernels that read these operands as if they were contiguous: a chunk's are made so where they are not."""
 
-    def densely(call: Call) -> Ruling | None:
+    def densely(call: Call) -> ChunkRule | None:
         ruling = rule(call)
         if ruling is None or all(_outermost(call[name], ruling.operands.get(name)) for name in names):
             return ruling
@@ -193,7 +193,7 @@ def _outermost(operand: Operand, kind: Any) -> bool:
 def shared_out(rule: Rule, factor: str) -> Rule:
     """For `factor * self + product`: a sum over the batch takes `self` in shares, by number of samples."""
 
-    def shares(call: Call) -> Ruling | None:
+    def shares(call: Call) -> ChunkRule | None:
         ruling = rule(call)
         if ruling is None or not isinstance(ruling.result, Merged):
             return ruling

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, Rule
 from koila.analysis.rules._rows import letters
-from koila.analysis.ruling import Call, Rule
 
 aten = torch.ops.aten
 

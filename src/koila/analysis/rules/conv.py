@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Rule, sliced
 from koila.analysis.rules._axes import Axes, follow, right
 from koila.analysis.rules._rows import dense, either, letters, trailing
-from koila.analysis.ruling import Call, Rule, Ruling, sliced
 from koila.analysis.types import Sliced
 
 aten = torch.ops.aten
 
 
-def padded(call: Call) -> Ruling | None:
+def padded(call: Call) -> ChunkRule | None:
     """constant_pad_nd: a dimension that is not padded may hold the batch."""
     ndim, pad = call["self"].ndim, call["pad"]
     rigid = {ndim - 1 - place for place in range(len(pad) // 2) if pad[2 * place] or pad[2 * place + 1]}
@@ -27,7 +27,7 @@ def padded(call: Call) -> Ruling | None:
     return follow(call, Axes({"self": labels}, (labels,), broadcast=False))
 
 
-def gridded(call: Call) -> Ruling | None:
+def gridded(call: Call) -> ChunkRule | None:
     """affine_grid_generator: the number of samples is the first of `size`, which is the size of the images."""
     ruling = letters("theta=n_ -> n_")(call)
     if ruling is None:
@@ -41,20 +41,20 @@ def gridded(call: Call) -> Ruling | None:
     return replace(ruling, rewrite=rewrite)
 
 
-def shuffled(call: Call) -> Ruling | None:
+def shuffled(call: Call) -> ChunkRule | None:
     """pixel_shuffle of an image that is cut: every row or column becomes several."""
     kind = sliced(call["self"])
     if kind is None or kind.dim < call["self"].ndim - 2 or kind.granule > 1:
         return None
-    return Ruling({"self": kind}, replace(kind, inner=kind.inner * call["upscale_factor"]))
+    return ChunkRule({"self": kind}, replace(kind, inner=kind.inner * call["upscale_factor"]))
 
 
-def unshuffled(call: Call) -> Ruling | None:
+def unshuffled(call: Call) -> ChunkRule | None:
     """pixel_unshuffle of an image that is cut: several rows or columns become one."""
     kind, factor = sliced(call["self"]), call["downscale_factor"]
     if kind is None or kind.dim < call["self"].ndim - 2 or kind.inner % factor:
         return None
-    return Ruling({"self": kind}, replace(kind, inner=kind.inner // factor))
+    return ChunkRule({"self": kind}, replace(kind, inner=kind.inner // factor))
 
 
 def _with_samples(call: Call) -> bool:

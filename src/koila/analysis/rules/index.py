@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Operand, Rule
 from koila.analysis.rules._axes import Axes, Label, Labels, dims_of, follow, left, right
 from koila.analysis.rules._rows import along, inexact, letters
-from koila.analysis.ruling import Call, Operand, Rule, Ruling
 from koila.analysis.types import Merged
 
 aten = torch.ops.aten
 
 
-def picked(call: Call) -> Ruling | None:
+def picked(call: Call) -> ChunkRule | None:
     """index_select: the index's only dimension takes the place of the indexed one."""
     ndim = call["self"].ndim
     if ndim == 0:
@@ -48,7 +48,7 @@ def _advanced(call: Call) -> tuple[Labels, tuple[Labels, ...], Labels] | None:
     return labels, each, places
 
 
-def indexed(call: Call) -> Ruling | None:
+def indexed(call: Call) -> ChunkRule | None:
     """x[i, :, j]: a dimension that is not indexed, or the index itself, may hold the batch."""
     found = _advanced(call)
     if found is None:
@@ -57,7 +57,7 @@ def indexed(call: Call) -> Ruling | None:
     return follow(call, Axes({"self": labels, "indices": each}, (places,), broadcast=True))
 
 
-def put(call: Call) -> Ruling | None:
+def put(call: Call) -> ChunkRule | None:
     """x[i] = v, x[i] += v: what is added by an index that holds the batch is a sum over the batch."""
     found = _advanced(call)
     if found is None:
@@ -68,7 +68,7 @@ def put(call: Call) -> Ruling | None:
     return _share_self(call, follow(call, axes), shared_index_put)
 
 
-def added(call: Call) -> Ruling | None:
+def added(call: Call) -> ChunkRule | None:
     """index_add: by another dimension, or by an index that holds the batch."""
     ndim = call["self"].ndim
     if ndim == 0 or call["source"].ndim != ndim:
@@ -80,7 +80,7 @@ def added(call: Call) -> Ruling | None:
     return _share_self(call, follow(call, Axes(operands, (labels,), (True,), broadcast=False)), shared_index_add)
 
 
-def scatter_added(call: Call) -> Ruling | None:
+def scatter_added(call: Call) -> ChunkRule | None:
     """scatter_add: by another dimension, or the batch itself is scattered away."""
     ndim = call["self"].ndim
     if ndim == 0 or call["index"].shape != call["src"].shape:
@@ -92,7 +92,7 @@ def scatter_added(call: Call) -> Ruling | None:
     return _share_self(call, follow(call, Axes(operands, (labels,), (True,), broadcast=False)), shared_scatter_add)
 
 
-def _share_self(call: Call, ruling: Ruling | None, target: Any) -> Ruling | None:
+def _share_self(call: Call, ruling: ChunkRule | None, target: Any) -> ChunkRule | None:
     """A merge takes what is added to in shares, by number of samples, so that it counts once."""
     if ruling is None or not isinstance(ruling.result, Merged):
         return ruling
@@ -121,13 +121,13 @@ def shared_scatter_add(self: Any, dim: int, index: Any, src: Any, share: float) 
     return aten.scatter_add.default(aten.mul.Scalar(self, share), dim, index, src)
 
 
-def embedded(call: Call) -> Ruling | None:
+def embedded(call: Call) -> ChunkRule | None:
     """embedding: the rows of a Whole table."""
     indices = right(call["indices"].ndim)
     return follow(call, Axes({"weight": (None, "row"), "indices": indices}, ((*indices, "row"),), broadcast=False))
 
 
-def embedded_backward(call: Call) -> Ruling | None:
+def embedded_backward(call: Call) -> ChunkRule | None:
     """The table's gradient adds up over every index; scaling by frequency would need the whole batch's counts."""
     if call["scale_grad_by_freq"]:
         return None
@@ -136,13 +136,13 @@ def embedded_backward(call: Call) -> Ruling | None:
     return follow(call, Axes(operands, ((None, "row"),), (True,), broadcast=False))
 
 
-def bagged(call: Call) -> Ruling | None:
+def bagged(call: Call) -> ChunkRule | None:
     """_embedding_bag: the columns of the table are independent; bags of any length hold no batch."""
     results = ((None, "column"), None, None, (None, "column") if call["mode"] == 2 else None)
     return follow(call, Axes({"weight": (None, "column")}, results, broadcast=False))
 
 
-def bagged_backward(call: Call) -> Ruling | None:
+def bagged_backward(call: Call) -> ChunkRule | None:
     """The table's gradient, column by column."""
     if call["sparse"]:
         return None
@@ -153,7 +153,7 @@ def bagged_backward(call: Call) -> Ruling | None:
 def placed(grad: str, *, drop: bool) -> Rule:
     """slice_backward, select_backward: a gradient put into zeros of `input_sizes`."""
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         ndim = call.result.ndim
         labels = left(ndim, dims_of(call["dim"], ndim))
         source = tuple(label for label in labels if label is not None) if drop else labels
@@ -162,7 +162,7 @@ def placed(grad: str, *, drop: bool) -> Rule:
     return rule
 
 
-def slice_placed(call: Call) -> Ruling | None:
+def slice_placed(call: Call) -> ChunkRule | None:
     """slice_backward: of another dimension, or of a slice that took everything."""
     ndim = call.result.ndim
     dim = call["dim"] % ndim
@@ -175,7 +175,7 @@ def slice_placed(call: Call) -> Ruling | None:
 def overwritten(*, drop: bool, dims: tuple[str, ...] = ("dim",)) -> Rule:
     """slice_scatter, select_scatter, diagonal_scatter: `src` written into a part of `self`."""
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         ndim = call["self"].ndim
         labels = left(ndim, dims_of(tuple(call[dim] for dim in dims), ndim))
         source: tuple[Label, ...] = labels
@@ -186,7 +186,7 @@ def overwritten(*, drop: bool, dims: tuple[str, ...] = ("dim",)) -> Rule:
     return rule
 
 
-def diagonal_placed(call: Call) -> Ruling | None:
+def diagonal_placed(call: Call) -> ChunkRule | None:
     """diagonal_backward: a diagonal put into zeros."""
     ndim = call.result.ndim
     labels = left(ndim, dims_of((call["dim1"], call["dim2"]), ndim))
@@ -195,7 +195,7 @@ def diagonal_placed(call: Call) -> Ruling | None:
     return follow(call, axes)
 
 
-def windows_placed(call: Call) -> Ruling | None:
+def windows_placed(call: Call) -> ChunkRule | None:
     """unfold_backward: windows added back into zeros."""
     ndim = call.result.ndim
     labels = left(ndim, dims_of(call["dim"], ndim))

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Rule
 from koila.analysis.rules._axes import Axes, dims_of, follow, left, right
 from koila.analysis.rules._rows import along, either, letters, trailing
-from koila.analysis.ruling import Call, Rule, Ruling
 
 aten = torch.ops.aten
 
 
-def crossed(call: Call) -> Ruling | None:
+def crossed(call: Call) -> ChunkRule | None:
     """linalg_cross: pointwise but for one dimension."""
     ndim = call.result.ndim
     labels = right(ndim, dims_of(call["dim"], ndim))
     return follow(call, Axes({"self": labels, "other": labels}, (labels,)))
 
 
-def embedded_diagonal(call: Call) -> Ruling | None:
+def embedded_diagonal(call: Call) -> ChunkRule | None:
     """diag_embed: the last dimension becomes two."""
     ndim = call.result.ndim
     gone = dims_of((call["dim1"], call["dim2"]), ndim)
@@ -32,7 +32,7 @@ def embedded_diagonal(call: Call) -> Ruling | None:
     return follow(call, Axes({"self": (*left(call["self"].ndim - 1), None)}, (result,), broadcast=False))
 
 
-def trilinear(call: Call) -> Ruling | None:
+def trilinear(call: Call) -> ChunkRule | None:
     """Three operands in one space of dimensions, each without some; a sum over others."""
     ndim = call["i1"].ndim + len(call["expand1"])
     operands = {

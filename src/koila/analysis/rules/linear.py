@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Operand
 from koila.analysis.monoids import Sum, narrow_dtype
 from koila.analysis.rules._axes import packed
-from koila.analysis.ruling import Call, Operand, Ruling
 from koila.analysis.types import Merged, Whole
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ class Linear:
     """An addend need not have the strides of the sum: a view of it is a reshape."""
 
 
-def keeps_sum(call: Call, linear: Linear) -> Ruling | None:
+def keeps_sum(call: Call, linear: Linear) -> ChunkRule | None:
     """The ruling of a linear operator on sums."""
     sums = {name for name, value in call.operands().items() if _is_sum(value)}
     others = [value for name, value in call.operands().items() if name not in sums]
@@ -46,8 +46,8 @@ def keeps_sum(call: Call, linear: Linear) -> Ruling | None:
     needs = {name: _needed(call[name]) for name in sums}
     results = tuple(Merged(Sum(None if r is None else narrow_dtype(r.dtype))) for r in call.results)
     if linear.as_reshape:
-        return Ruling(needs, packed(call, results), rewrite=_reshape_arguments, target=aten.reshape.default)
-    return Ruling(needs, packed(call, results))
+        return ChunkRule(needs, packed(call, results), rewrite=_reshape_arguments, target=aten.reshape.default)
+    return ChunkRule(needs, packed(call, results))
 
 
 def _reshape_arguments(arguments: dict[str, Any], num_samples: int) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Rule
 from koila.analysis.rules._rows import either, letters, plain_number, pointwise, weighted
-from koila.analysis.ruling import Call, Rule, Ruling
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 def reducing(elements: Rule, summed: Rule) -> Rule:
     """A loss: `elements` rules it without a reduction, `summed` with one."""
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         reduction = call["reduction"]
         if not plain_number(reduction) or reduction not in (_NONE, _MEAN, _SUM):
             return None

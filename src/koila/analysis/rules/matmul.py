@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Rule
 from koila.analysis.rules._rows import letters, shared_out
-from koila.analysis.ruling import Rule
 
 aten = torch.ops.aten
 

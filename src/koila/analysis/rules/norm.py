@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Operand, Rule
 from koila.analysis.rules._axes import Axes, Labels, follow, left
 from koila.analysis.rules._rows import dense, letters
-from koila.analysis.ruling import Call, Operand, Rule, Ruling
 from koila.analysis.types import Sliced
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def inside(first: str, *, parameters: int) -> Rule:
     gradients of weight and bias.
     """
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         ndim = call[first].ndim
         num_free = ndim - len(call["normalized_shape"])
         labels: Labels = left(ndim, set(range(num_free, ndim)))
@@ -49,7 +49,7 @@ def grouped(text: str) -> Rule:
     """Group norm holds the number of samples as a literal `N`."""
     plain = letters(text)
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         ruling = plain(call)
         if ruling is None:
             return None

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Rule
 from koila.analysis.rules._rows import either, elementwise, letters, pointwise
-from koila.analysis.ruling import Call, Rule, Ruling
 
 aten = torch.ops.aten
 
 
-def _searched(call: Call) -> Ruling | None:
+def _searched(call: Call) -> ChunkRule | None:
     """One sequence for all: a chunk of the values is searched in the whole of it."""
     return elementwise(only=("self",))(call) if call["sorted_sequence"].ndim == 1 else None
 

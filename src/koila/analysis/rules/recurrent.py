@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Rule
 from koila.analysis.rules._rows import letters
-from koila.analysis.ruling import Call, Rule, Ruling
 from koila.analysis.types import OPAQUE, WHOLE
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ _backward = letters(
 )
 
 
-def _layer(call: Call) -> Ruling | None:
+def _layer(call: Call) -> ChunkRule | None:
     ruling = None if call["batch_sizes"] else _forward(call)
     if ruling is None:
         return None
@@ -32,7 +32,7 @@ def _layer(call: Call) -> Ruling | None:
     return replace(ruling, result=(*ruling.result[:3], OPAQUE))
 
 
-def _layer_backward(call: Call) -> Ruling | None:
+def _layer_backward(call: Call) -> ChunkRule | None:
     workspace = call["workspace"]
     if workspace.type != OPAQUE or call["batch_sizes"]:
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Operand, Rule, sliced
 from koila.analysis.monoids import (
     HALVES,
     AllTrue,
@@ -29,12 +30,11 @@ from koila.analysis.monoids import (
 )
 from koila.analysis.rules._axes import Axes, dims_of, follow, left, right
 from koila.analysis.rules._rows import plain_number, weighted
-from koila.analysis.ruling import Call, Operand, Rule, Ruling, sliced
 from koila.analysis.types import WHOLE, Merged, Sliced
 
 aten = torch.ops.aten
 
-Merge = Callable[[Call, Sliced, set[int]], Ruling | None]
+Merge = Callable[[Call, Sliced, set[int]], ChunkRule | None]
 """What a reduction over these dimensions, one of which holds the batch, comes to."""
 
 
@@ -54,7 +54,7 @@ def _reduced_shape(call: Call, dims: set[int]) -> tuple[int, ...]:
 def reduction(merge: Merge | None) -> Rule:
     """One rule for every reduction of `self`."""
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         operand: Operand = call["self"]
         kind, dims = operand.type, reduced_dims(call)
         if not isinstance(kind, Sliced):
@@ -73,9 +73,9 @@ def reduction(merge: Merge | None) -> Rule:
 def by(monoid: Callable[[Call], Monoid | None]) -> Merge:
     """A merge of the operator's own results."""
 
-    def merge(call: Call, kind: Sliced, dims: set[int]) -> Ruling | None:
+    def merge(call: Call, kind: Sliced, dims: set[int]) -> ChunkRule | None:
         found = monoid(call)
-        return None if found is None else Ruling({"self": kind}, Merged(found))
+        return None if found is None else ChunkRule({"self": kind}, Merged(found))
 
     return merge
 
@@ -95,7 +95,7 @@ def _norm(call: Call) -> Monoid | None:
     return _sum(call) if order == 0 else PowerNorm(order, narrow_dtype(call.result.dtype))
 
 
-def distance(call: Call) -> Ruling | None:
+def distance(call: Call) -> ChunkRule | None:
     """dist: the norm of a difference."""
     monoid = _norm(call)
     operands = {name: right(call[name].ndim) for name in ("self", "other")}
@@ -103,30 +103,30 @@ def distance(call: Call) -> Ruling | None:
     return None if ruling is None or monoid is None else replace(ruling, result=Merged(monoid))
 
 
-def histogram(call: Call) -> Ruling | None:
+def histogram(call: Call) -> ChunkRule | None:
     """histc: counts add up where the range is given, and not found in the data."""
     kind = sliced(call["self"])
-    return Ruling({"self": kind}, Merged(_sum(call))) if kind is not None and call["min"] != call["max"] else None
+    return ChunkRule({"self": kind}, Merged(_sum(call))) if kind is not None and call["min"] != call["max"] else None
 
 
-def averaged(call: Call, kind: Sliced, dims: set[int]) -> Ruling:
+def averaged(call: Call, kind: Sliced, dims: set[int]) -> ChunkRule:
     """mean: the chunks' means, each weighted by its share of the samples."""
-    return weighted(Ruling({"self": kind}, WHOLE), call, Merged(_sum(call)))
+    return weighted(ChunkRule({"self": kind}, WHOLE), call, Merged(_sum(call)))
 
 
-def _extremes(call: Call, kind: Sliced, dims: set[int]) -> Ruling:
+def _extremes(call: Call, kind: Sliced, dims: set[int]) -> ChunkRule:
     """aminmax: two merges."""
-    return Ruling({"self": kind}, (Merged(Extreme(False)), Merged(Extreme())))
+    return ChunkRule({"self": kind}, (Merged(Extreme(False)), Merged(Extreme())))
 
 
 def first_extreme(largest: bool, *, with_values: bool) -> Merge:
     """max, min, argmax, argmin over one dimension: the value and its first place in the whole batch."""
 
-    def merge(call: Call, kind: Sliced, dims: set[int]) -> Ruling | None:
+    def merge(call: Call, kind: Sliced, dims: set[int]) -> ChunkRule | None:
         if kind.outer != 1 or call["dim"] is None:
             return None
         monoid = FirstExtreme(call["self"].shape[kind.dim], call.num_samples, largest, with_values)
-        return Ruling({"self": kind}, Merged(monoid), target=aten.max.dim if largest else aten.min.dim)
+        return ChunkRule({"self": kind}, Merged(monoid), target=aten.max.dim if largest else aten.min.dim)
 
     return merge
 
@@ -153,7 +153,7 @@ def moments_bytes(operand: torch.Tensor) -> int:
 def moments(*, root: bool, with_mean: bool) -> Merge:
     """var, std and their pairs with the mean."""
 
-    def merge(call: Call, kind: Sliced, dims: set[int]) -> Ruling | None:
+    def merge(call: Call, kind: Sliced, dims: set[int]) -> ChunkRule | None:
         operand = call["self"]
         correction = 1 if call["correction"] is None else call["correction"]
         if not plain_number(correction):
@@ -168,7 +168,7 @@ def moments(*, root: bool, with_mean: bool) -> Merge:
             with_mean=with_mean,
             dtype=narrow_dtype(first.dtype),
         )
-        return Ruling({"self": kind}, Merged(monoid), rewrite=_uncorrected, target=chunk_moments)
+        return ChunkRule({"self": kind}, Merged(monoid), rewrite=_uncorrected, target=chunk_moments)
 
     return merge
 

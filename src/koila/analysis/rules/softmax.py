@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Rule
 from koila.analysis.rules._axes import Axes, dims_of, follow, left
 from koila.analysis.rules._rows import along
-from koila.analysis.ruling import Call, Rule, Ruling
 
 aten = torch.ops.aten
 
 
-def renormed(call: Call) -> Ruling | None:
+def renormed(call: Call) -> ChunkRule | None:
     """The dimension that `dim` names is the batch; the others are rigid."""
     ndim = call["self"].ndim
     labels = left(ndim, set(range(ndim)) - dims_of(call["dim"], ndim))

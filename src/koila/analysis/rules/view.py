@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from koila.analysis.chunk_rule import Call, ChunkRule, Rule, sliced
 from koila.analysis.rules._axes import Axes, Labels, dims_of, follow, left, right
 from koila.analysis.rules._rows import along, elementwise, pointwise
-from koila.analysis.ruling import Call, Rule, Ruling, sliced
 from koila.analysis.types import Sliced
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ def _simplest(dim: int, outer: int, inner: int, granule: int) -> Sliced:
     return Sliced(dim, outer, inner // common, granule // common)
 
 
-def reshaped(call: Call) -> Ruling | None:
+def reshaped(call: Call) -> ChunkRule | None:
     """view, reshape, _unsafe_view: a chunk is reshaped to what the result's type says."""
     operand, whole = call["self"], call.result.shape
     kind = factored(operand.shape, operand.type, whole, call.num_samples)
@@ -63,13 +63,13 @@ def reshaped(call: Call) -> Ruling | None:
     def rewrite(arguments: dict[str, Any], num_samples: int) -> dict[str, Any]:
         return {"self": arguments["self"], "shape": list(kind.shape(whole, num_samples))}
 
-    return Ruling({"self": operand.type}, kind, rewrite=rewrite, target=aten.reshape.default)
+    return ChunkRule({"self": operand.type}, kind, rewrite=rewrite, target=aten.reshape.default)
 
 
 def moved(places: Callable[[Call], Labels]) -> Rule:
     """The result's dimensions are the operand's, in another order: `places` says which one stands where."""
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         return follow(call, Axes({"self": left(call["self"].ndim)}, (places(call),), broadcast=False))
 
     return rule
@@ -92,7 +92,7 @@ def _permuted(call: Call) -> Labels:
     return tuple(dim % call["self"].ndim for dim in call["dims"])
 
 
-def squeezed(call: Call) -> Ruling | None:
+def squeezed(call: Call) -> ChunkRule | None:
     """Which dimensions vanish is decided by the whole shape: a chunk of one must keep its batch dimension."""
     operand = call["self"]
     named = dims_of(call.arguments.get("dim"), operand.ndim)
@@ -105,22 +105,22 @@ def squeezed(call: Call) -> Ruling | None:
     def rewrite(arguments: dict[str, Any], num_samples: int) -> dict[str, Any]:
         return {"self": arguments["self"], "dim": gone}
 
-    return Ruling(ruling.operands, ruling.result, rewrite=rewrite, target=aten.squeeze.dims)
+    return ChunkRule(ruling.operands, ruling.result, rewrite=rewrite, target=aten.squeeze.dims)
 
 
-def expanded(call: Call) -> Ruling | None:
+def expanded(call: Call) -> ChunkRule | None:
     """A dimension that is not expanded may hold the batch."""
     labels = right(call["self"].ndim)
     return follow(call, Axes({"self": labels}, (right(call.result.ndim),), broadcast=False, sizes=("size",)))
 
 
-def repeated(call: Call) -> Ruling | None:
+def repeated(call: Call) -> ChunkRule | None:
     """Repeating the batch puts copies of it side by side: an outer factor."""
     kind, added = call["self"].type, call.result.ndim - call["self"].ndim
     dim = kind.dim + added
     if call["repeats"][dim] == 0:
         return None
-    return Ruling({"self": kind}, Sliced(dim, kind.outer * call["repeats"][dim], kind.inner, kind.granule))
+    return ChunkRule({"self": kind}, Sliced(dim, kind.outer * call["repeats"][dim], kind.inner, kind.granule))
 
 
 def _span(call: Call, size: int) -> tuple[int, int]:
@@ -129,12 +129,12 @@ def _span(call: Call, size: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
-def cut(call: Call) -> Ruling | None:
+def cut(call: Call) -> ChunkRule | None:
     """slice: of another dimension, of everything, or of whole blocks outside the batch."""
     operand = call["self"]
     kind, dim = operand.type, call["dim"] % operand.ndim
     if kind.dim != dim:
-        return Ruling({"self": kind}, kind)
+        return ChunkRule({"self": kind}, kind)
     start, stop = _span(call, operand.shape[dim])
     block = kind.extent(call.num_samples) // kind.outer
     if call["step"] != 1 or start % block or stop % block or stop == start:
@@ -145,13 +145,13 @@ def cut(call: Call) -> Ruling | None:
         chunk_block = kind.extent(num_samples) // kind.outer
         return {**arguments, "start": start // block * chunk_block, "end": stop // block * chunk_block}
 
-    return Ruling({"self": kind}, taken, rewrite=rewrite)
+    return ChunkRule({"self": kind}, taken, rewrite=rewrite)
 
 
 def without(dim: str = "dim", *, keep: bool = False) -> Rule:
     """Every result lacks the dimension that the argument names (or has it, rigid)."""
 
-    def rule(call: Call) -> Ruling | None:
+    def rule(call: Call) -> ChunkRule | None:
         ndim = call["self"].ndim
         gone = dims_of(call[dim], ndim)
         labels = right(ndim, gone)
@@ -161,7 +161,7 @@ def without(dim: str = "dim", *, keep: bool = False) -> Rule:
     return rule
 
 
-def joined(call: Call) -> Ruling | None:
+def joined(call: Call) -> ChunkRule | None:
     """cat: along another dimension, or of batches side by side."""
     ndim = call.result.ndim
     dim = call["dim"] % ndim if ndim else 0
@@ -171,7 +171,7 @@ def joined(call: Call) -> Ruling | None:
     return ruling if ruling is not None or any(legacy) else _side_by_side(call, dim)
 
 
-def _side_by_side(call: Call, dim: int) -> Ruling | None:
+def _side_by_side(call: Call, dim: int) -> ChunkRule | None:
     kinds = [item.type for item in call["tensors"] if isinstance(item.type, Sliced)]
     inner, granule = kinds[0].inner, kinds[0].granule
     block = call.num_samples // granule * inner
@@ -181,10 +181,10 @@ def _side_by_side(call: Call, dim: int) -> Ruling | None:
         if item.shape[dim] % block or need.outer == 0 or (isinstance(item.type, Sliced) and item.type != need):
             return None
         needs.append(need)
-    return Ruling({"tensors": tuple(needs)}, Sliced(dim, sum(need.outer for need in needs), inner, granule))
+    return ChunkRule({"tensors": tuple(needs)}, Sliced(dim, sum(need.outer for need in needs), inner, granule))
 
 
-def stacked(call: Call) -> Ruling | None:
+def stacked(call: Call) -> ChunkRule | None:
     """stack: the new dimension is rigid."""
     ndim = call.result.ndim
     place = call["dim"] % ndim
@@ -194,7 +194,7 @@ def stacked(call: Call) -> Ruling | None:
     return follow(call, Axes({"tensors": labels}, (tuple(result),), broadcast=False))
 
 
-def diagonal(call: Call) -> Ruling | None:
+def diagonal(call: Call) -> ChunkRule | None:
     """Two dimensions become one, at the end."""
     ndim = call["self"].ndim
     labels = left(ndim, dims_of((call["dim1"], call["dim2"]), ndim))
@@ -202,21 +202,21 @@ def diagonal(call: Call) -> Ruling | None:
     return follow(call, Axes({"self": labels}, (result,), broadcast=False))
 
 
-def unfolded(call: Call) -> Ruling | None:
+def unfolded(call: Call) -> ChunkRule | None:
     """The windows of one dimension; their elements are a new last one."""
     ndim = call["self"].ndim
     labels = left(ndim, dims_of(call["dimension"], ndim))
     return follow(call, Axes({"self": labels}, ((*labels, None),), broadcast=False))
 
 
-def bitcast(call: Call) -> Ruling | None:
+def bitcast(call: Call) -> ChunkRule | None:
     """view.dtype: the last dimension's size may change."""
     ndim = call["self"].ndim
     labels = right(ndim, set() if call["self"].shape == call.result.shape else {ndim - 1})
     return follow(call, Axes({"self": labels}, (labels,), broadcast=False))
 
 
-def _pair_at_end(call: Call) -> Ruling | None:
+def _pair_at_end(call: Call) -> ChunkRule | None:
     """view_as_real and view_as_complex: one more or one less rigid dimension at the end."""
     from_labels, to_labels = (
         tuple(dim if dim < min(call["self"].ndim, call.result.ndim) else None for dim in range(ndim))
@@ -228,7 +228,7 @@ def _pair_at_end(call: Call) -> Ruling | None:
 def only_self(rule: Rule) -> Rule:
     """A rule that reads the type of `self` alone."""
 
-    def guarded(call: Call) -> Ruling | None:
+    def guarded(call: Call) -> ChunkRule | None:
         return rule(call) if sliced(call["self"]) is not None else None
 
     return guarded

@@ -1,7 +1,7 @@
 """The form of a split rule: one call of an operator in, what it asks of its operands and what it gives out.
 
 *Takes* a `Call`: the operator, its arguments by schema name with every tensor replaced by an `Operand` (whole shape,
-dtype, split type), the whole shapes of its results and the batch size. *Gives* a `Ruling`, or None when the operator
+dtype, split type), the whole shapes of its results and the batch size. *Gives* a `ChunkRule`, or None when the operator
 must run whole (Rule 3).
 """
 
@@ -67,7 +67,7 @@ Required = SplitType | tuple[SplitType | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
+class ChunkRule:
     """What an operator does with a chunk."""
 
     operands: Mapping[str, Required]
@@ -84,7 +84,7 @@ class Ruling:
     """The operator for a chunk, where it is another one (`view` becomes `reshape`)."""
 
 
-Rule = Callable[[Call], Ruling | None]
+Rule = Callable[[Call], ChunkRule | None]
 
 
 def sliced(value: Any) -> Sliced | None:
