@@ -17,10 +17,12 @@ from torch import nn
 
 import koila
 from benchmarks.programs import Block, Decoder
-from koila.analysis.split import analyse
-from koila.analysis.trace import Demand
+from koila._budget import Budget
+from koila.analysis.program import program_of
 from koila.errors import BudgetError
-from koila.execution.programs import Program, Selection, forget_plans
+from koila.ir.job import Demand, Job, Wanted
+from koila.planning.cut import Cutter
+from koila.planning.decide import decide, forget_decisions
 from koila.planning.search import Search
 
 BATCH = 64
@@ -68,16 +70,17 @@ def measure(name: str, layers: int) -> Point:
     graph = koila.graph(PROGRAMS[name][0](layers))
     wrt = tuple(number for number, leaf in enumerate(graph.leaves) if leaf.requires_grad)
     started = time.perf_counter()
-    program = Program(graph, Demand((0,), (False,), wrt))
+    program = program_of(graph, Demand((0,), wrt))
     traced = time.perf_counter() - started
 
-    selection = Selection((0,), gradients=True)
-    facts = analyse(program.joint, graph.batches, graph.num_samples, selection.wanted(program.joint))
-    half = Search(facts, frozenset()).smallest()[1].peak_bytes // 2 + program.outside_bytes(selection)
-    forget_plans()
+    wanted = Wanted((0,), gradients=True)
+    job = Job(graph, program.demand, wanted, Budget(), previous="an unsplit run")
+    cutter = Cutter(job, program)
+    half = Search(program.facts(wanted), frozenset()).smallest()[1].peak_bytes // 2 + cutter.outside_bytes(wanted)
+    forget_decisions()
     started = time.perf_counter()
     try:
-        outcome = f"chunk {program.fitting(selection, half).plan.chunk_size}"
+        outcome = f"chunk {decide(job.within(Budget(allowed_bytes=half))).chunk_size}"
     except BudgetError as error:
         outcome = f"refused, needs {error.needed_bytes / half:.2f} of it"
     planned = time.perf_counter() - started

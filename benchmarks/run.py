@@ -17,7 +17,7 @@ import torch
 
 import koila
 from benchmarks import memory, scale
-from koila.execution.tracker import StorageTracker
+from koila.planning.tracker import StorageTracker
 from tests.models import Task, gradient_bytes, language, vision
 
 BATCH = 16

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import koila
 from benchmarks.programs import Program, make
 from benchmarks.witness import Watch
-from koila.execution.tracker import StorageTracker
+from koila.planning.tracker import StorageTracker
 from koila.planning.workspace import workspace_bytes
 
 Step = Callable[[], torch.Tensor]

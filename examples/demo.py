@@ -18,7 +18,7 @@ import koila
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from koila.execution.tracker import StorageTracker  # noqa: E402
+from koila.planning.tracker import StorageTracker  # noqa: E402
 from tests.models import Batch, Task, gradient_bytes, language, vision  # noqa: E402
 
 BATCH = 11

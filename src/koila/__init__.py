@@ -6,7 +6,7 @@
 1.0
 """
 
-from koila._api import eager, explain, graph, keep, last_report, lazy, plan, rule, run, settle, stream
+from koila._api import eager, explain, graph, keep, last_report, lazy, plan, reports, rule, run, settle, stream
 from koila._budget import budget
 from koila.capture.eager import EagerTensor
 from koila.capture.lazy import LazyTensor
@@ -22,13 +22,13 @@ from koila.errors import (
     StaleInputError,
 )
 from koila.execution.evaluation import Evaluation
-from koila.execution.planned import PlannedRun
-from koila.execution.report import Report, measure
 from koila.interfaces import BatchInfo, Runnable, RunnableTensor, TensorMixin
 from koila.ir.node import LazyFunction
 from koila.ir.prepass import PrePass
 from koila.reporting import metrics
+from koila.reporting.planned_run import PlannedRun
 from koila.reporting.progress import progress
+from koila.reporting.report import Report, measure
 
 __all__ = [
     "AnalysisError",
@@ -63,6 +63,7 @@ __all__ = [
     "metrics",
     "plan",
     "progress",
+    "reports",
     "rule",
     "run",
     "settle",

@@ -7,28 +7,32 @@ run what is pending.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from koila import events
-from koila._budget import current_budget, read_bytes
+from koila._budget import Budget, current_budget, make_budget, read_bytes
 from koila.analysis.custom import add_rule
-from koila.analysis.trace import Demand
 from koila.capture.eager import EagerTensor
 from koila.capture.inputs import make_lazy
 from koila.capture.lazy import LazyTensor
+from koila.capture.lookup import BackwardRequest
 from koila.capture.recorder import Bridge, recorder
+from koila.errors import KoilaError
 from koila.execution.engine import Engine
-from koila.execution.planned import PlannedRun, plan_values
-from koila.execution.programs import NotSplittable, Program, forget_plans
-from koila.execution.report import Report
+from koila.execution.jobs import Task
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Value
 from koila.ir.source import user_site
 from koila.ir.tree import leaves, map_leaves
 from koila.ir.verify import verify
-from koila.reporting.explain import Explanation, explain_values
+from koila.planning.decide import decision_for, forget_decisions
+from koila.reporting.explain import Explanation, explanation
+from koila.reporting.planned_run import PlannedRun, planned_run
+from koila.reporting.report import Report
+from koila.reporting.report import reports as _reports
 
 
 def lazy(*values: Any, batch: Any = 0, budget: object = None) -> Any:
@@ -92,30 +96,31 @@ def _real(leaf: Any, detach: bool) -> Any:
     return leaf.run().detach() if detach else leaf.run()
 
 
-def stream(value: LazyTensor, chunk_size: int | None = None) -> Iterator[torch.Tensor]:
+def stream(value: LazyTensor, chunk_size: int | None = None, *, budget: object = None, total: object = None,
+           offload: Any = None) -> Iterator[torch.Tensor]:  # fmt: skip
     """Compute a value chunk by chunk, for one that should never exist whole.
 
     Args:
         value: A lazy tensor that carries the batch.
-        chunk_size: Samples per chunk; the scope's, or one.
+        chunk_size: Samples per chunk; the scope's, or what a byte budget allows, or one.
+        budget: What the run may allocate, as in `koila.lazy`; the one in force if not given.
+        total: What it may allocate and what is alive, together.
+        offload: As in `koila.budget`.
 
     Yields:
         The value of each chunk of samples, in the order of the batch, without autograd history. A value that cannot be
         cut comes in one piece.
 
+    Raises:
+        StaleInputError: An input was changed between two chunks.
+
     >>> [piece.tolist() for piece in stream(lazy(torch.arange(3.0)) * 2, chunk_size=2)]
     [[0.0, 2.0], [4.0]]
     """
-    found = collect([value._value], [])
-    size = chunk_size or current_budget().chunk_size or 1
-    try:
-        if value._value.real is None and found.num_samples > size:
-            found.check_fresh()
-            yield from Program(found, Demand()).stream(0, size)
-            return
-    except NotSplittable as reason:
-        events.count(f"fallback::{reason}", site=str(user_site()))
-    yield value.run(detach=True)
+    named = _named(value, budget, total, chunk_size, offload)
+    if named.is_default:
+        named = replace(named, chunk_size=1, is_default=False)
+    yield from _engine.stream(value._value, named)
 
 
 def rule(target: Any, dimensions: str) -> None:
@@ -130,7 +135,7 @@ def rule(target: Any, dimensions: str) -> None:
     Without a rule an operator runs whole: it costs memory, never correctness.
     """
     add_rule(target, dimensions)
-    forget_plans()
+    forget_decisions()
 
 
 def settle() -> None:
@@ -152,13 +157,19 @@ def keep(value: Any) -> Any:
     return value
 
 
-def explain(value: Any, *, backward: bool = False, chunk_size: int | None = None) -> Explanation:
-    """Say how the program behind a value would be cut, and why; nothing is run.
+def explain(value: Any, *, backward: bool = False, budget: object = None, total: object = None,
+            chunk_size: int | None = None, offload: Any = None,
+            device: str | torch.device | None = None) -> Explanation:  # fmt: skip
+    """Say how the program behind a value will run, how it can be cut, and why; nothing is run.
 
     Args:
         value: A lazy tensor, or a structure of them.
         backward: Explain the joint program of forward and backward; `value` must then be a scalar.
-        chunk_size: Samples per chunk; the scope's, or one.
+        budget: What the run may allocate, as in `koila.lazy`; the one in force if not given.
+        total: What the run may allocate and what is alive on the device, together.
+        chunk_size: Samples per chunk.
+        offload: As in `koila.budget`.
+        device: The device to plan for; where the inputs are if not given.
 
     Returns:
         An `Explanation`; print it.
@@ -166,19 +177,23 @@ def explain(value: Any, *, backward: bool = False, chunk_size: int | None = None
     >>> print(explain(lazy(torch.ones(4, 2)).sum(1)).num_phases)
     1
     """
-    wanted = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
-    return explain_values(wanted, backward, chunk_size or current_budget().chunk_size or 1)
+    task = _task(value, backward, _named(value, budget, total, chunk_size, offload), device)
+    return explanation(task.job, decision_for(task.job))
 
 
 def plan(value: Any, *, backward: bool = False, budget: object = None, total: object = None,
-         device: str | torch.device = "cpu") -> PlannedRun:  # fmt: skip
-    """Plan the program behind a value for a budget; nothing is run.
+         chunk_size: int | None = None, offload: Any = None,
+         device: str | torch.device | None = None) -> PlannedRun:  # fmt: skip
+    """Plan the program behind a value for a budget; nothing is run. What it says is what a run does.
 
     Args:
         value: A lazy tensor, or a structure of them.
         backward: Plan forward and backward together; `value` must then be a scalar.
-        budget: What the run may allocate, as in `koila.lazy`; the scope's if not given.
-        total: What the device has in all, for a run that has it to itself.
+        budget: What the run may allocate, as in `koila.lazy`; the one in force if not given.
+        total: What the run may allocate and what is alive on the device, together; all of it on a device that is not
+            here.
+        chunk_size: Samples per chunk.
+        offload: As in `koila.budget`.
         device: The device to plan for; it need not be here. Workspaces are those of the CPU's kernels.
 
     Returns:
@@ -190,20 +205,59 @@ def plan(value: Any, *, backward: bool = False, budget: object = None, total: ob
     >>> print(plan(lazy(torch.ones(8, 4)).sum(), budget="1KiB").chunk_size)
     8
     """
-    wanted = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
-    given = budget if budget is not None else total
-    limit = None if given is None else read_bytes(given, "budget" if budget is not None else "total")
-    return plan_values(wanted, backward, limit, torch.device(device))
+    task = _task(value, backward, _named(value, budget, total, chunk_size, offload), device)
+    return planned_run(task.job, decision_for(task.job))
+
+
+def _named(value: Any, budget: object, total: object, chunk_size: object, offload: object) -> Budget:
+    """The budget that the arguments name, else the one in force for the program."""
+    budgets = collect(_pending(value), []).budgets
+    if budget is None and total is None and chunk_size is None:
+        found = current_budget(budgets)
+        return found if offload is None else replace(found, offload=make_budget(offload=offload).offload)
+    return make_budget(budget, total, offload=offload, chunk_size=chunk_size, name="budget")
+
+
+def _pending(value: Any) -> list[Value]:
+    return [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
+
+
+def _task(value: Any, backward: bool, named: Budget, device: str | torch.device | None) -> Task:
+    values = _pending(value)
+    request = None
+    if backward:
+        request = BackwardRequest(tuple(values), (None,) * len(values), False, False, None)
+    task = _engine.task(values, request, named, None if device is None else torch.device(device))
+    if task is None:
+        raise KoilaError(
+            "there is nothing to plan: no value is pending",
+            where=str(user_site()),
+            hint="plan before the value is read; koila.last_report() says what a run did",
+        )
+    return task
 
 
 def last_report() -> Report:
     """What the last run did: bytes, time, chunks, what was computed again; print it.
 
+    A value that is read and the backward pass after it are one run. Reading something small after it (an accuracy) is
+    not what a person would call a run: `koila.reports()` has those, too.
+
     >>> _ = (lazy(torch.ones(4, 2)) * 2).sum().item()
     >>> last_report().how
     'whole'
     """
-    return _engine.last_report
+    return _reports.last
+
+
+def reports() -> list[Report]:
+    """The last hundred reports, oldest first.
+
+    >>> _ = (lazy(torch.ones(4, 2)) * 2).sum().item()
+    >>> reports()[-1] == last_report()
+    True
+    """
+    return list(_reports.all)
 
 
 def graph(value: Any) -> Graph:
@@ -220,3 +274,4 @@ def graph(value: Any) -> Graph:
 
 _engine = Engine(recorder)
 Bridge.realizer = _engine
+events.subscribe(_reports)

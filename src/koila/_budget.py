@@ -184,25 +184,31 @@ def budget(
     ...     scope.allowed_bytes
     2048
     """
-    return _Scope(lambda: _make(allowed, total, reserved, offload, chunk_size, tune))
+    return _Scope(lambda: make_budget(allowed, total, reserved, offload, chunk_size, tune))
 
 
-def _make(
-    allowed: object, total: object, reserved: object, offload: object, chunk_size: object, tune: object
-) -> Budget:
+def make_budget(
+    allowed: object = None, total: object = None, reserved: object = 0, offload: object = None,
+    chunk_size: object = None, tune: object = True, name: str = "allowed",
+) -> Budget:  # fmt: skip
+    """A budget from what users write; `name` is what they call the bytes that a run may allocate.
+
+    Raises:
+        BudgetError: It is not one.
+    """
     size = _read_chunk_size(chunk_size)
-    for name, amount in (("allowed", allowed), ("total", total)):
+    for called, amount in ((name, allowed), ("total", total)):
         if size is not None and amount is not None:
             raise BudgetError(
-                f"both a chunk size ({size}) and a byte budget ({name}={_shown(amount)}): with bytes, koila picks the "
-                "chunk size itself",
+                f"both a chunk size ({size}) and a byte budget ({called}={_shown(amount)}): with bytes, koila picks "
+                "the chunk size itself",
                 hint='koila.budget("512MiB") or koila.budget(chunk_size=4)',
             )
     if not isinstance(tune, bool):
         raise BudgetError(f"tune={_shown(tune)} is neither True nor False", hint="tune=False keeps plans as they are")
     made = Budget(
         size,
-        None if allowed is None else read_bytes(allowed, "allowed"),
+        None if allowed is None else read_bytes(allowed, name),
         None if total is None else read_bytes(total, "total", lambda: free_bytes() + alive_bytes()),
         read_bytes(reserved, "reserved", smallest=0),
         _read_offload(offload),

@@ -8,13 +8,15 @@ because `count` is called for every recorded function: two threads that count th
 lose one of the two.
 """
 
+import logging
 import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 MAX_SITES = 256
 """How many distinct sites a counter keeps; what comes after them is counted under `OTHER_SITES`."""
@@ -155,6 +157,12 @@ def sample(name: str, value: float, repr_fn: ReprFn = metric_value) -> None:
     metric.add_sample(value)
 
 
+def total(name: str) -> float:
+    """The sum of all samples of a metric; 0 if there is none."""
+    metric = _metrics.get(name)
+    return 0.0 if metric is None else metric.accumulator
+
+
 def metrics() -> dict[str, Metric]:
     """Give a copy of the registry of metrics: name → the live metric."""
     return dict(_metrics)
@@ -261,6 +269,46 @@ def reset() -> None:
     _metrics.clear()
 
 
+# Saying what takes long.
+
+
+logger = logging.getLogger("koila")
+PATIENCE_SECONDS = 2.0
+"""How long something may take in silence."""
+
+
+class Wait:
+    """A line on the logger if something takes longer than `PATIENCE_SECONDS`; said once."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._timer: threading.Timer | None = None
+
+    def resume(self) -> None:
+        """Somebody is waiting from now on."""
+        if self._timer is None:
+            self._timer = threading.Timer(PATIENCE_SECONDS, logger.warning, [f"koila: {self._text}"])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def suspend(self) -> None:
+        """What follows says for itself how long it takes."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[Wait]:
+    """Say `text` on the `koila` logger (on stderr, unless it is configured otherwise) if the body takes long."""
+    wait = Wait(text)
+    wait.resume()
+    try:
+        yield wait
+    finally:
+        wait.suspend()
+
+
 # Events.
 
 
@@ -313,6 +361,34 @@ class RunEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class StepEnd:
+    """Something that was asked for is there: a value that was read, or a backward pass."""
+
+    decision: Any
+    """The `Decision` by which it ran; None if nothing had to be run but PyTorch's own backward."""
+    seconds: float
+    """How long it took in all, in seconds."""
+    trace_seconds: float
+    """How much of that was tracing."""
+    plan_seconds: float
+    """How much of that was planning."""
+    phase_seconds: tuple[float, ...]
+    """The time of each phase of a split run."""
+    measured_bytes: int | None
+    """What was allocated at the peak, inside `koila.measure()`."""
+    retries: int
+    """How often memory ran out."""
+    fallbacks: tuple[str, ...]
+    """What could not be done as asked, and why."""
+    num_calls: int
+    """The recorded calls that were run."""
+    continues: bool
+    """Whether it is the second half of the step before: a backward pass after the value was read."""
+    scopes: tuple[Any, ...] = ()
+    """Who wanted it measured."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fallback:
     """Something was done in a weaker way than asked for (Rule 6)."""
 
@@ -334,7 +410,7 @@ class Forced:
     """The user's file:line."""
 
 
-Event: TypeAlias = RunStart | PhaseStart | ChunkEnd | RunEnd | Fallback | Forced
+Event: TypeAlias = RunStart | PhaseStart | ChunkEnd | RunEnd | StepEnd | Fallback | Forced
 Listener: TypeAlias = Callable[[Event], None]
 
 _lock = threading.Lock()

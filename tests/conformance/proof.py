@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import koila
+from koila.analysis.program import program_of
 from koila.analysis.split import Item, analyse
-from koila.analysis.trace import Demand
-from koila.execution.programs import Program
 from koila.ir.graph import collect
+from koila.ir.job import Demand
 from tests.conformance.trees import tensors_of
 
 
@@ -24,7 +24,7 @@ def is_proved(outputs: Any) -> bool:
     if not pending:
         return False
     graph = collect(pending, [])
-    program = Program(graph, Demand())
+    program = program_of(graph, Demand())
     joint = program.joint
     facts = analyse(joint, graph.batches, program.num_samples, set(range(len(pending))))
     inputs = zip(_placeholders(joint), joint.inputs, strict=True)

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from koila.analysis.trace import Demand, Joint
-from koila.execution import programs
+from koila.analysis import program as programs
+from koila.analysis.trace import Joint
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
+from koila.ir.job import Demand
+from koila.planning.decide import forget_decisions
 
 _memory: Cache[Any] = Cache("conformance_memory", 256)
 
@@ -35,7 +37,9 @@ def _remember(module: Any, name: str, key: Callable[..., Any]) -> None:
     if not hasattr(original, "__wrapped__"):
 
         @wraps(original)
-        def remembering(*args: Any) -> Any:
+        def remembering(*args: Any, **kwargs: Any) -> Any:
+            if kwargs:  # A trace that keeps the kernels of norms is another one.
+                return original(*args, **kwargs)
             return _memory.get_or_add((name, key(*args)), lambda: original(*args))
 
         setattr(module, name, remembering)
@@ -57,6 +61,6 @@ def share() -> Iterator[None]:
 def forget() -> None:
     """Every entry starts with no program known: what it finds does not depend on the entries before it."""
     _memory.clear()
-    programs._joints.clear()
-    programs._plans.clear()
+    programs.forget_programs()
+    forget_decisions()
     gc.collect()

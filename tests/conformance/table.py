@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import koila
-from koila.execution.tracker import StorageTracker
+from koila.planning.tracker import StorageTracker
 from tests.conformance.trial import Program, _lazy_inputs, counted, isolated, seed
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import koila
 from koila.execution.segment import SegmentState
-from koila.execution.tracker import StorageTracker
+from koila.planning.tracker import StorageTracker
 from tests.models import gradient_bytes
 
 WIDTH = 96

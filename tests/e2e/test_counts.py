@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
+from koila.analysis import program as programs
 from koila.analysis.trace import Joint
-from koila.execution import programs
 from tests.models import Task, language, vision
 
 MATMULS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")

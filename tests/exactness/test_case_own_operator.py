@@ -90,13 +90,13 @@ def fresh() -> Iterator[None]:
     """Rules are global: tests before and after start without these."""
     from koila.analysis.rules import RULES as known
     from koila.analysis.rules import rule_for
-    from koila.execution.programs import forget_plans
+    from koila.planning.decide import forget_decisions
 
     def forget() -> None:
         for target, _ in RULES.values():
             known.pop(target, None)
         rule_for.cache_clear()
-        forget_plans()
+        forget_decisions()
 
     forget()
     CALLS.clear()

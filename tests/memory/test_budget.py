@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import koila
-from koila.execution.tracker import StorageTracker
+from koila.planning.tracker import StorageTracker
 from tests.memory.test_peak import BATCH, TASKS
 from tests.models import Task
 

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import koila
+from koila.analysis.program import Program, program_of
 from koila.analysis.split import Facts
-from koila.analysis.trace import Demand
 from koila.execution.chunked import CompiledPlan, run_chunked
-from koila.execution.programs import Program, Selection
-from koila.execution.tracker import StorageTracker
 from koila.ir.graph import Graph
+from koila.ir.job import Demand, Wanted
 from koila.planning.plan import Plan
 from koila.planning.search import Search
 from koila.planning.shelf import shelf_in, shelve
+from koila.planning.tracker import StorageTracker
 
 
 def noise(*shape: int, requires_grad: bool = False) -> torch.Tensor:
@@ -117,8 +117,8 @@ def traced(value: torch.Tensor) -> Traced:
     """A value and its gradients, if it has any."""
     graph = koila.graph(value)
     wrt = tuple(index for index, leaf in enumerate(graph.leaves) if leaf.requires_grad)
-    program = Program(graph, Demand((0,), (False,), wrt) if wrt else Demand())
-    return Traced(graph, program, program.facts(Selection((0,), gradients=bool(wrt))))
+    program = program_of(graph, Demand((0,), wrt) if wrt else Demand())
+    return Traced(graph, program, program.facts(Wanted((0,), gradients=bool(wrt))))
 
 
 def fit_alone(lever: str, value: torch.Tensor, share: float) -> Plan:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import koila
-from koila.execution.tracker import Birth, StorageTracker
+from koila.planning.tracker import Birth, StorageTracker
 from tests.models import Task, gradient_bytes, language, vision
 
 BATCH = 16

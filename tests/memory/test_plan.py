@@ -12,7 +12,8 @@ from torch import nn
 
 import koila
 from koila import _bytes
-from koila.execution import programs
+from koila.planning.calibration import forget_corrections
+from koila.planning.decide import forget_decisions
 from koila.planning.memory import Projection
 from koila.planning.plan import Plan
 from koila.planning.search import Search
@@ -62,7 +63,7 @@ def test_the_budget_that_an_error_names_is_accepted() -> None:
 def test_equal_inputs_give_equal_plans() -> None:
     needed = smallest(mlp_loss(mlp()))
     first = koila.plan(mlp_loss(mlp()), backward=True, budget=needed)
-    programs.forget_plans()
+    forget_decisions()
     second = koila.plan(mlp_loss(mlp()), backward=True, budget=needed)
     assert first.plan is not second.plan
     assert first.plan == second.plan and hash(first.plan) == hash(second.plan)
@@ -183,7 +184,7 @@ def test_without_measure_nothing_is_measured() -> None:
 def test_a_projection_that_was_too_low_corrects_the_next_plan(monkeypatch: pytest.MonkeyPatch, tune: bool) -> None:
     """The search keeps some bytes to itself; the next plan knows of them, unless plans are frozen."""
     honest, hidden = Search.run, 40_000
-    monkeypatch.setattr(programs, "_corrections", {})
+    forget_corrections()
 
     def lie(search: Search, allowed: int) -> tuple[Plan, Projection]:
         plan, projection = honest(search, allowed + hidden)
@@ -191,7 +192,7 @@ def test_a_projection_that_was_too_low_corrects_the_next_plan(monkeypatch: pytes
 
     model = mlp()
     allowed = smallest(mlp_loss(model)) + hidden
-    programs.forget_plans()
+    forget_decisions()
     monkeypatch.setattr(Search, "run", lie)
     gaps, measured = [], []
     for _ in range(2):
@@ -201,7 +202,7 @@ def test_a_projection_that_was_too_low_corrects_the_next_plan(monkeypatch: pytes
         report = koila.last_report()
         gaps.append(report.measured_bytes - report.projected_bytes)
         measured.append(report.measured_bytes)
-    programs.forget_plans()
+    forget_decisions()
     assert koila.metrics.counter_value("projection::too low") >= 1
     assert measured[0] > allowed and gaps[0] > 0
     if tune:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 
 import koila
-from koila.execution.tracker import StorageTracker
+from koila.planning.tracker import StorageTracker
 from tests.models import language
 
 

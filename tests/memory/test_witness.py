@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks import witness
-from koila.execution.tracker import StorageTracker
+from koila.planning.tracker import StorageTracker
 from tests.models import language
 
 MIB = 2**20

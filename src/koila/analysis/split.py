@@ -70,6 +70,17 @@ class Facts:
     """Every item that a result needs."""
 
     @property
+    def batch_dims(self) -> dict[int, int]:
+        """By index of the joint graph's result, the dimension of those that plainly carry the batch."""
+        output = next(node for node in self.joint.module.graph.nodes if node.op == "output")
+        found: dict[int, int] = {}
+        for index, node in enumerate(output.args[0]):
+            kind = self.types[node.name] if isinstance(node, fx.Node) else None
+            if isinstance(kind, Sliced) and kind == Sliced(kind.dim):
+                found[index] = kind.dim
+        return found
+
+    @property
     def is_split(self) -> bool:
         """Whether anything runs per chunk."""
         return any(item.kind == "chunk" for item in self.items)

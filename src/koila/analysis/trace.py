@@ -27,23 +27,13 @@ from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
 from koila.errors import AnalysisError
 from koila.ir.graph import Graph
+from koila.ir.job import Demand
+from koila.ir.layout import dense_strides
 from koila.ir.node import Node, Value
 from koila.ir.prepass import PrePass, prepass_of
 from koila.ir.replay import replay
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What is differentiated in a program, in terms of its structure."""
-
-    roots: tuple[int, ...] = ()
-    """Indices into the graph's outputs: values to differentiate."""
-    seeded: tuple[bool, ...] = ()
-    """Whether each root brings its own gradient; without one it is a scalar, and the seed is one."""
-    wrt: tuple[int, ...] = ()
-    """Indices of the leaves whose gradients are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +123,18 @@ def _inputs_of(graph: Graph, demand: Demand) -> list[tuple[Input, PrePass]]:
     for number, node in enumerate(graph.nodes):
         for which, source in enumerate(node.draws):
             found.append((Input("draw", number, which), source.prepass()))
-    for number, (root, seeded) in enumerate(zip(demand.roots, demand.seeded, strict=True)):
-        if seeded:
-            found.append((Input("seed", number), graph.outputs[root].prepass.with_grad(False)))
+    for number, root in enumerate(demand.roots):
+        found.append((Input("seed", number), seed_layout(graph.outputs[root].prepass)))
     return found
+
+
+def seed_layout(prepass: PrePass) -> PrePass:
+    """The layout in which a program takes the gradient of a value: the value's own, but dense."""
+    stride = dense_strides(prepass.shape, prepass.stride)
+    with torch.no_grad():
+        return prepass_of(torch.empty_strided(prepass.shape, stride, dtype=prepass.dtype, device="meta")).on(
+            prepass.device
+        )
 
 
 class _Program:
@@ -186,10 +184,7 @@ class _Program:
         if not self.demand.wrt:
             return []
         roots = [wanted[number] for number in self.demand.roots]
-        seeds = [
-            by_input[Input("seed", number)] if seeded else torch.ones_like(root)
-            for number, (root, seeded) in enumerate(zip(roots, self.demand.seeded, strict=True))
-        ]
+        seeds = [by_input[Input("seed", number)] for number in range(len(roots))]
         wrt = [leaves[number] for number in self.demand.wrt]
         return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True))
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from koila import events
-from koila._budget import result_bytes
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Value
 
@@ -70,19 +68,24 @@ class Evaluation:
         """Leaves that require grad."""
         return tuple(index for index, leaf in enumerate(self.graph.leaves) if leaf.requires_grad)
 
-    def fitting(self) -> tuple[int, ...]:
-        """What is wanted or kept on purpose, and of what else is needed, the smallest that fit."""
-        room, outputs = result_bytes(), self.graph.outputs
+    @cached_property
+    def asked(self) -> tuple[int, ...]:
+        """Outputs that are wanted or kept on purpose, or that a wanted view lies in."""
         based = {id(value.storage) for value in self.derived & self.wanted}
-        chosen = [i for i, v in enumerate(outputs) if v in self.wanted or v.keep or id(v.storage) in based]
-        others = (i for i in range(len(outputs)) if i not in chosen)
-        for index in sorted(others, key=lambda i: outputs[i].prepass.num_bytes):
-            room -= outputs[index].prepass.num_bytes
-            if room >= 0:
-                chosen.append(index)
-        if len(chosen) < len(outputs):
-            events.count("results::too large to keep", len(outputs) - len(chosen))
-        return tuple(sorted(chosen))
+        outputs = enumerate(self.graph.outputs)
+        return tuple(i for i, v in outputs if v in self.wanted or v.keep or id(v.storage) in based)
+
+    def held(self, differentiated: bool) -> tuple[int, ...]:
+        """Outputs that nobody asked for but somebody holds, smallest first.
+
+        Without a backward pass in this run, values that require grad stay pending: a later backward pass then goes
+        through the whole program at once, instead of through a border at each of them.
+        """
+        outputs = self.graph.outputs
+        found = [i for i in range(len(outputs)) if i not in self.asked]
+        if not differentiated:
+            found = [i for i in found if not outputs[i].requires_grad]
+        return tuple(sorted(found, key=lambda i: (outputs[i].prepass.num_bytes, i)))
 
 
 def _is_scalar(value: Value) -> bool:

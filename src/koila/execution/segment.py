@@ -8,11 +8,12 @@ PyTorch steals them instead of copying.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+
+from koila.execution.history import BackwardHistory
 
 Gradients = list[torch.Tensor | None]
 
@@ -30,72 +31,41 @@ class Rerun(Protocol):
         """The same, as results of PyTorch's own autograd on the leaves."""
 
 
-class Demanded:
-    """What became of the gradients of a program the last time it ran; holds no tensors."""
-
-    def __init__(self, guessed: bool) -> None:
-        self.guessed = guessed
-        """Whether gradients were computed before anybody asked."""
-        self.asked = False
-        """Whether a backward followed."""
-
-
 class SegmentState:
     """How the gradients of one segment are obtained."""
 
-    def __init__(self, rerun: Rerun, demanded: Demanded) -> None:
+    def __init__(self, rerun: Rerun, history: BackwardHistory | None = None) -> None:
         self._rerun: Rerun | None = rerun
-        self.demanded = demanded
+        self._history = history
         self.held: Gradients | None = None
         """Gradients for `seeds`, computed with the values."""
         self.seeds: tuple[torch.Tensor | None, ...] = ()
-        """For each output the seed of `held`: None if it was not differentiated; a scalar one is given as tensor."""
+        """For each output the seed that `held` was computed with; None if it was not differentiated."""
 
     def gradients(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The gradients for what the engine brings."""
-        self.demanded.asked = True
+        if self._history is not None:
+            self._history.followed(incoming[0])
         assert self._rerun is not None
         self._rerun.check_fresh()
         if torch.is_grad_enabled():  # create_graph=True: the gradients are to be differentiated again.
             return self._rerun.differentiably(incoming)
-        scale = None if self.held is None else _common_scale(self.seeds, incoming)
-        if self.held is None or scale is None:
+        if self.held is None or not all(map(_is_same, self.seeds, incoming)):
+            self.held = None
             return self._rerun.run(incoming)
         gradients, self.held = self.held, None
-        return gradients if scale == 1.0 else scaled(gradients, scale)
+        return gradients
 
     def release(self) -> None:
         """Forget the program, as autograd frees what it saved."""
         self._rerun = self.held = None
 
 
-def scaled(gradients: Gradients, factor: float) -> Gradients:
-    """Gradients times a factor; in place where a gradient's memory is its own."""
-    places = Counter(g.untyped_storage()._cdata for g in gradients if g is not None)
-    return [None if g is None else _scaled(g, factor, places) for g in gradients]
-
-
-def _scaled(gradient: torch.Tensor, factor: float, places: Counter[int]) -> torch.Tensor:
-    storage = gradient.untyped_storage()
-    alone = places[storage._cdata] == 1 and storage.nbytes() == gradient.numel() * gradient.element_size()
-    return gradient.mul_(factor) if alone and not gradient._is_view() else gradient * factor
-
-
-def _common_scale(seeds: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor | None]) -> float | None:
-    """The factor between the seeds of the held gradients and what arrived; None if there is no such factor."""
-    factors = set()
-    for seed, gradient in zip(seeds, incoming, strict=True):
-        if (seed is None) != (gradient is None):
-            return None
-        if seed is None or gradient is None:
-            continue
-        if seed.numel() == 1:
-            factors.add(float(gradient) / float(seed))
-        elif torch.equal(seed, gradient):
-            factors.add(1.0)
-        else:
-            return None
-    return factors.pop() if len(factors) == 1 else None
+def _is_same(seed: torch.Tensor | None, incoming: torch.Tensor | None) -> bool:
+    """Whether the gradients that are held were computed with what arrived; a seed is an input, never a factor."""
+    if seed is None or incoming is None:
+        return seed is incoming
+    return seed is incoming or torch.equal(seed, incoming)
 
 
 class Segment(torch.autograd.Function):

@@ -6,7 +6,7 @@ leaves, and a key that two programs share exactly if they make the same calls on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -91,6 +91,11 @@ class Graph:
         outputs = tuple(_operand_code(value, index, self.produced) for value in self.outputs)
         return calls, metas, tuple(self.batches.items()), self.counting, outputs
 
+    @property
+    def name(self) -> str:
+        """What a person would call it: its last call, and where that was recorded."""
+        return f"{self.nodes[-1].name} at {self.nodes[-1].site}" if self.nodes else "an empty program"
+
     @cached_property
     def structural_hash(self) -> int:
         """Equal for programs of equal structure."""
@@ -117,16 +122,18 @@ class Graph:
         own = parts.pop(lead(wanted[0])) if wanted else []
         return Graph(tuple(own), self.outputs), [Graph(tuple(nodes), ()) for nodes in parts.values()]
 
-    def check_fresh(self, needed: Iterable[int] | None = None) -> None:
-        """Raise if an operand was changed since its call was recorded (Rule 5)."""
-        wanted = None if needed is None else {id(self.leaves[index]) for index in needed}
+    def stale(self) -> Iterator[tuple[Node, StaleInputError]]:
+        """Calls of which an operand was changed since they were recorded, with the error that says so (Rule 5)."""
         for node in self.nodes:
             for operand, recorded in zip(node.operands, node.versions, strict=True):
-                if recorded is None or recorded == version_of(operand):
-                    continue
-                real = operand.real if isinstance(operand, Value) else operand
-                if wanted is None or id(real) in wanted:
-                    raise _stale(node, operand)
+                if recorded is not None and recorded != version_of(operand):
+                    yield node, _stale(node, operand)
+                    break
+
+    def check_fresh(self) -> None:
+        """Raise if an operand was changed since its call was recorded."""
+        for _, error in self.stale():
+            raise error
 
     def __str__(self) -> str:
         lines = [

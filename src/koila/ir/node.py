@@ -187,6 +187,9 @@ class Node:
 
 LazyFunction = Node
 
+HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.retain_grad})
+"""Calls that hang something of the user's on autograd's graph."""
+
 
 def function_name(func: Callable[..., Any]) -> str:
     """A readable name: `linear`, `Tensor.add_`, `Tensor.T`."""

@@ -134,8 +134,12 @@ def replay(
     lookup_for: Callable[[Node], Lookup],
     numbers_of: Callable[[Node], Sequence[torch.Tensor]],
     after: Callable[[Node], None] | None = None,
+    may_fail: Callable[[Node, Exception], bool] | None = None,
 ) -> None:
-    """Replay nodes in program order; consecutive nodes share one entry into their context."""
+    """Replay nodes in program order; consecutive nodes share one entry into their context.
+
+    An error says where its call was recorded; `may_fail` tells whether to go on without the call.
+    """
     context, outer, stack = None, ExitStack(), ExitStack()
     try:
         for node in nodes:
@@ -146,7 +150,13 @@ def replay(
                     outer = node.context.enter_region()
                 context = node.context
                 stack = context.enter()
-            result = replay_node(node, lookup_for(node), numbers_of(node) if node.draws else ())
+            try:
+                result = replay_node(node, lookup_for(node), numbers_of(node) if node.draws else ())
+            except Exception as error:
+                if may_fail is not None and may_fail(node, error):
+                    continue
+                error.add_note(f"{node.name} was recorded at {node.site}")
+                raise
             assign_outputs(node, result, environment)
             if after is not None:
                 after(node)

@@ -146,12 +146,22 @@ class Search:
         return self._plans[level, size]
 
     def run(self, allowed: int) -> Found:
-        """The fastest plan that fits, as far as this search knows."""
-        found = min(self._fitting(allowed), key=lambda pair: plan_seconds(pair[0]), default=None)
+        """The fastest plan that fits, as far as this search knows.
+
+        Raises:
+            BudgetError: None does.
+        """
+        found = self.find(allowed)
         if found is None:
-            found = self.smallest()
-        if found[1].peak_bytes > allowed:
-            raise refusal(found[1].peak_bytes, allowed, found[1].largest)
+            smallest = self.smallest()[1]
+            raise refusal(smallest.peak_bytes, allowed, smallest.largest)
+        return found
+
+    def find(self, allowed: int, thorough: bool = True) -> Found | None:
+        """The same, or None. A thorough search looks for the smallest plan before it gives up, which takes longer."""
+        found = min(self._fitting(allowed), key=lambda pair: plan_seconds(pair[0]), default=None)
+        if found is None and thorough and self.smallest()[1].peak_bytes <= allowed:
+            return self.smallest()
         return found
 
     @cached_property

@@ -1,25 +1,24 @@
 """`koila.explain`: how a program is cut, and why.
 
-*Takes* pending values. *Gives* an `Explanation` with the user's lines in it. The program is traced and planned, not
-run.
+*Takes* a job and the decision about it. *Gives* an `Explanation` with the user's lines in it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from koila._budget import Budget
 from koila._bytes import format_bytes
+from koila.analysis.program import NotSplittable
 from koila.analysis.split import Facts, Item
-from koila.analysis.trace import Demand
 from koila.analysis.types import Merged, Sliced, SplitType
-from koila.execution.programs import NotSplittable, Program, Selection
-from koila.ir.graph import Graph, collect
-from koila.ir.node import Value
+from koila.ir.graph import Graph
+from koila.ir.job import Job
+from koila.planning.decide import Decision, decide
 from koila.planning.plan import Plan
 
 
@@ -40,32 +39,38 @@ class Explanation:
     """Each value that is kept whole between phases."""
     whole_because: str | None
     """Why the program cannot be cut, if it cannot."""
+    how: str = "split"
+    """How it runs: `whole` or `split`; a run that is not cut is explained as it would be cut."""
+    reasons: tuple[str, ...] = ()
+    """Why it runs as it does."""
 
     def __str__(self) -> str:
         if self.whole_because is not None:
             return f"runs whole: {self.whole_because}"
         counts = ", ".join(f"{number} {name}" for name, number in self.counts.items())
-        lines = [f"batch of {self.num_samples}, {self.num_phases} phases; values: {counts}"]
+        why = "; ".join(self.reasons)
+        lines = [f"runs {'in chunks' if self.how == 'split' else 'whole'}{f': {why}' if why else ''}"]
+        lines += [] if self.how == "split" else ["if it were cut:"]
+        lines += [f"batch of {self.num_samples}, {self.num_phases} phases; values: {counts}"]
         lines += [f"  phase {number}: {reason}" for number, reason in enumerate(self.phases)]
         lines += [f"  gathered: {text}" for text in self.gathers] or ["  gathered: nothing"]
         return "\n".join(lines + [f"  kept: {text}" for text in self.kept])
 
 
-def explain_values(values: Sequence[Value], backward: bool, chunk_size: int) -> Explanation:
-    """Trace, type and plan the program behind values."""
-    graph = collect([value for value in values if value.real is None], [])
-    wrt = tuple(number for number, leaf in enumerate(graph.leaves) if leaf.requires_grad)
-    demand = Demand((0,), (False,), wrt) if backward else Demand()
+def explanation(job: Job, decision: Decision) -> Explanation:
+    """A decision as a person reads it; a run that is not cut is explained as it would be cut, where it can be."""
+    if decision.plan is not None:
+        return _explain(decision.plan, job.graph, decision)
     try:
-        program = Program(graph, demand)
-        selection = Selection(tuple(range(len(graph.outputs))), gradients=backward)
-        plan = program.compiled(selection, chunk_size).plan
+        cut = decide(job.within(Budget(chunk_size=1)))
     except NotSplittable as reason:
-        return Explanation(0, 0, {}, (), (), (), str(reason))
-    return _explain(plan, graph)
+        return Explanation(0, 0, {}, (), (), (), str(reason), decision.how, decision.reasons)
+    if cut.plan is None:
+        return Explanation(0, 0, {}, (), (), (), cut.fallback or cut.reasons[0], decision.how, decision.reasons)
+    return _explain(cut.plan, job.graph, decision)
 
 
-def _explain(plan: Plan, graph: Graph) -> Explanation:
+def _explain(plan: Plan, graph: Graph, decision: Decision) -> Explanation:
     facts = plan.facts
     nodes = {node.name: node for node in facts.joint.module.graph.nodes}
     gathers = tuple(
@@ -74,7 +79,10 @@ def _explain(plan: Plan, graph: Graph) -> Explanation:
     )
     kept = tuple(_describe(item.node, graph) for phase in plan.phases for item in phase.kept)
     reasons = tuple(_reason(plan, number, graph) for number in range(len(plan.phases)))
-    return Explanation(facts.num_samples, len(plan.phases), _counts(facts), reasons, gathers, kept, None)
+    return Explanation(
+        facts.num_samples, len(plan.phases), _counts(facts), reasons, gathers, kept, None, decision.how,
+        decision.reasons,
+    )  # fmt: skip
 
 
 def _reason(plan: Plan, number: int, graph: Graph) -> str:

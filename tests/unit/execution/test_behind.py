@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import koila
-from koila.execution.behind import behind
-from koila.execution.tracker import StorageTracker
+from koila.planning.eager_history import eager_history as behind
+from koila.planning.tracker import StorageTracker
 
 
 def impulse(decay: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:

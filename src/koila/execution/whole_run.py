@@ -6,16 +6,20 @@ own autograd: bit-identical to eager by construction. Also the executor of what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 
 from koila import events
-from koila.execution.transaction import restored_on_error
+from koila.execution.commit import restored_on_error
+from koila.execution.out_of_memory import is_out_of_memory
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Value
 from koila.ir.replay import Lookup, replay
+
+Required = Callable[[], Container[Node]]
+"""Which calls of a program must succeed."""
 
 
 def written_leaves(graph: Graph) -> list[torch.Tensor]:
@@ -36,9 +40,15 @@ def _last_uses(graph: Graph, wanted: set[Value]) -> dict[Node, list[Value]]:
     return dying
 
 
-def _replay(graph: Graph, wanted: set[Value], effects: set[Node], swap: dict[int, torch.Tensor]) -> dict[Value, Any]:
-    """Replay the program with some leaves swapped; a write that is not due goes to a copy."""
+def _replay(
+    graph: Graph, wanted: set[Value], effects: set[Node], swap: dict[int, torch.Tensor], required: Required
+) -> tuple[dict[Value, Any], list[Node]]:
+    """Replay the program with some leaves swapped; a write that is not due goes to a copy.
+
+    Gives the values, and the calls that were made: those that nobody requires may be stale, or fail.
+    """
     environment: dict[Value, Any] = {}
+    failed = _stale(graph, required)
     dying = _last_uses(graph, wanted)
 
     def lookup(leaf: Any) -> Any:
@@ -58,20 +68,49 @@ def _replay(graph: Graph, wanted: set[Value], effects: set[Node], swap: dict[int
         for value in dying[node]:
             environment.pop(value, None)
 
-    replay(graph.nodes, environment, lookup_for, lambda node: [draw.whole() for draw in node.draws], free)
-    for node in graph.nodes:
+    def may_fail(node: Node, error: Exception) -> bool:
+        if node in required() or is_out_of_memory(error):
+            return False
+        failed.add(node)
+        # Whoever asks for its value will see the error (Rule 6: until then it is counted).
+        events.count(f"pending::failed::{type(error).__name__}", site=node.site)
+        return True
+
+    numbers = lambda node: [draw.whole() for draw in node.draws]  # noqa: E731
+    replay([n for n in graph.nodes if n not in failed], environment, lookup_for, numbers, free, may_fail)
+    done = [node for node in graph.nodes if node not in failed] if failed else list(graph.nodes)
+    for node in done:
         events.count(f"executed::{node.name}")
-    events.count("nodes_executed", len(graph.nodes))
-    return environment
+    events.count("nodes_executed", len(done))
+    return environment, done
 
 
-def run_whole(graph: Graph, wanted: set[Value], effects: set[Node]) -> dict[Value, torch.Tensor]:
-    """Replay the program on its real leaves; the tensors of the wanted values.
+def _stale(graph: Graph, required: Required) -> set[Node]:
+    """Calls whose inputs were changed, and those that need them, if nobody requires them; else an error (Rule 5)."""
+    found: set[Node] = set()
+    for node, error in graph.stale():
+        if node in required():
+            raise error
+        found.add(node)
+    for node in graph.nodes if found else ():
+        if any(value.node in found for value in node.values()):
+            found.add(node)
+    return found
 
-    A write whose node is not among the due `effects` has happened in an earlier run: it goes to a copy.
+
+def run_whole(
+    graph: Graph, wanted: set[Value], effects: set[Node], required: Required | None = None
+) -> tuple[dict[Value, torch.Tensor], list[Node]]:
+    """Replay the program on its real leaves; the tensors of the wanted values, and the calls that were made.
+
+    Args:
+        graph: The program.
+        wanted: Values to give.
+        effects: Calls whose writes are due; any other write has happened in an earlier run and goes to a copy.
+        required: Says which calls must succeed; all of them if it is not given. It is asked if one does not.
     """
     with restored_on_error(written_leaves(graph)):
-        return _replay(graph, wanted, effects, {})
+        return _replay(graph, wanted, effects, {}, required or (lambda: graph.positions.keys()))
 
 
 def gradients_whole(
@@ -89,6 +128,6 @@ def gradients_whole(
     aliases = leaves if create_graph else [leaf.detach().requires_grad_() for leaf in leaves]
     swap = {id(graph.leaves[index]): alias for index, alias in zip(wrt, aliases, strict=True)}
     with torch.enable_grad():
-        environment = _replay(graph, set(roots), set(), swap)
+        environment, _ = _replay(graph, set(roots), set(), swap, lambda: graph.positions.keys())
         wanted = [environment[root] for root in roots]
         return list(torch.autograd.grad(wanted, aliases, list(seeds), allow_unused=True, create_graph=create_graph))

@@ -1,4 +1,4 @@
-"""Behind a program's leaves: eager code that made some of them, and its share of a backward pass.
+"""The eager history of a program's leaves: code that ran before the program, and its share of a backward pass.
 
 *Takes* the leaves of a program. *Gives* bytes: what autograd holds for those that have a history (a position embedding,
 the kernel of a state-space layer), and what it will allocate when their gradients are there.
@@ -16,8 +16,8 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """Bytes of the eager code behind some leaves."""
+class EagerHistory:
+    """Bytes of the eager code that made some leaves."""
 
     held_bytes: int
     """The leaves, and what autograd saved to differentiate them."""
@@ -25,14 +25,16 @@ class Behind:
     """What their backward allocates at its peak, gradients of its own parameters included."""
 
 
-def behind(leaves: Iterable[torch.Tensor]) -> Behind:
-    """What stands behind leaves with a history.
+def eager_history(leaves: Iterable[torch.Tensor]) -> EagerHistory:
+    """What stands behind leaves that have a `grad_fn`.
 
     >>> x = torch.ones(256, requires_grad=True)
-    >>> behind([x]), behind([x.exp()]).held_bytes
-    (Behind(held_bytes=0, backward_bytes=0), 1024)
+    >>> eager_history([x]), eager_history([x.exp()]).held_bytes
+    (EagerHistory(held_bytes=0, backward_bytes=0), 1024)
     """
     made = [leaf for leaf in leaves if leaf.grad_fn is not None]
+    if not made:
+        return _NOTHING
     nodes = list(_history(leaf.grad_fn for leaf in made))
     own = {node.variable.untyped_storage()._cdata for node in nodes if hasattr(node, "variable")}
     held = {
@@ -41,7 +43,18 @@ def behind(leaves: Iterable[torch.Tensor]) -> Behind:
         if tensor.layout == torch.strided and not (tensor.is_leaf and tensor.requires_grad)
     }
     kept = sum(size for storage, size in held.items() if storage not in own)
-    return Behind(kept, _backward_bytes([leaf.grad_fn for leaf in made]))
+    return EagerHistory(kept, _backward_bytes([leaf.grad_fn for leaf in made]))
+
+
+_NOTHING = EagerHistory(0, 0)
+_OWN_NODE = "SegmentBackward"
+"""The autograd node of a program that koila runs again: it keeps to the budget by itself."""
+
+
+def _following(node: Any) -> list[Any]:
+    if node.name() == _OWN_NODE:
+        return []
+    return [following for following, _ in node.next_functions if following is not None]
 
 
 def _history(roots: Iterable[Any]) -> Iterator[Any]:
@@ -50,7 +63,7 @@ def _history(roots: Iterable[Any]) -> Iterator[Any]:
         node = pending.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            pending += [following for following, _ in node.next_functions]
+            pending += _following(node)
             yield node
 
 
@@ -81,7 +94,7 @@ def _backward_bytes(roots: list[Any]) -> int:
     now = peak = 0
     while queue:
         _, _, node = heappop(queue)
-        following = [each for each, _ in node.next_functions if each is not None]
+        following = _following(node)
         peak = max(peak, now + _gradient_bytes(node) + sum(map(_gradient_bytes, following)))
         for each in following:
             if each not in waiting:

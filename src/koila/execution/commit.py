@@ -1,6 +1,7 @@
-"""Rule 4: an error before the commit leaves gradients and buffers as they were.
+"""The commit: what a run has computed becomes what the user sees, and until then can be taken back (Rule 4).
 
-*Takes* tensors that a run may change. *Gives* scopes that restore them on error, and the commit of effects.
+*Takes* tensors that a run may change, and its results. *Gives* scopes that restore the tensors on error, values
+bound to real tensors, and the commit of effects.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
 from koila.ir.graph import Graph
+from koila.ir.node import Node, Storage, Value
 
 Unless = Callable[[BaseException], bool]
 
@@ -90,3 +92,54 @@ def write_effects(graph: Graph, written: dict[int, torch.Tensor]) -> None:
             leaf = graph.leaves[index]
             with torch.no_grad(), preserve_version(leaf):
                 leaf.detach().copy_(value)
+
+
+class Binding:
+    """Values bound to the results of a run; what was executed is no longer pending. It can be undone."""
+
+    def __init__(self, nodes: Sequence[Node], results: dict[Value, torch.Tensor], budget: int | None) -> None:
+        executed = set(nodes)
+        self.following: Binding | None = None
+        """Values that were bound after these, and are undone before them."""
+        self._nodes = [(node, node.done, node.due) for node in nodes]
+        self._values = [(value, value.node, value.budget) for value in results]
+        self._storages = [
+            (storage, storage.real, storage.writers, storage.readers) for storage in _storages(nodes, results)
+        ]
+        for node in nodes:
+            node.done, node.due = True, False
+        for value, real in results.items():
+            value.bind(real)
+            if budget is not None:  # Programs that start from a result keep to the budget of its inputs.
+                value.budget = budget
+        for storage, _, writers, readers in self._storages:
+            storage.writers = [writer for writer in writers if writer not in executed]
+            storage.readers = [r for r in readers if (n := r()) is not None and n not in executed]
+
+    def undo(self) -> None:
+        """Everything is pending again."""
+        if self.following is not None:
+            self.following.undo()
+        for node, done, due in self._nodes:
+            node.done, node.due = done, due
+        for value, maker, budget in self._values:
+            value.real, value.node, value.budget = None, maker, budget
+        for storage, real, writers, readers in self._storages:
+            storage.real, storage.writers, storage.readers = real, writers, readers
+
+
+def _storages(nodes: Sequence[Node], results: dict[Value, torch.Tensor]) -> set[Storage]:
+    found = {value.storage for node in nodes for value in node.values()}
+    found.update(storage for node in nodes for storage in node.storages)
+    found.update(value.storage for value in results)
+    return found
+
+
+def drop_effects(nodes: Sequence[Node]) -> None:
+    """A run that failed leaves no writes behind that every later run would try again (Rule 4)."""
+    dropped, failed = {node for node in nodes if node.due}, set(nodes)
+    for node in dropped:
+        node.due = False
+    for storage in {storage for node in nodes for storage in node.storages}:
+        storage.writers = [writer for writer in storage.writers if writer not in dropped]
+        storage.readers = [r for r in storage.readers if (n := r()) is not None and n not in failed]

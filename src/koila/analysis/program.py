@@ -1,0 +1,142 @@
+"""Programs: a recorded graph is traced once, and every later graph of the same structure uses that trace.
+
+*Takes* a `Graph` and a `Demand`. *Gives* a `Program`: its joint graph, and the `Facts` for any selection of results.
+What cannot be traced is remembered too, with the reason (Rule 3).
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from koila import events
+from koila.analysis.split import Facts, analyse
+from koila.analysis.trace import Joint, trace
+from koila.ir.cache import Cache
+from koila.ir.graph import Graph
+from koila.ir.job import Demand, Wanted
+
+
+class NotSplittable(Exception):
+    """The program runs whole; the message says why."""
+
+
+_joints: Cache[Joint | str] = Cache("trace_cache", 256)
+"""By program its joint graph, or why it has none."""
+_tries: Cache[int] = Cache("trace_tries", 256)
+"""How often a program could not be traced."""
+_TRIES = 3
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Graphs are many small objects that stay: looking for garbage among them takes a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced program: the same for every graph of its structure."""
+
+    graph: Graph
+    """A recorded graph of this structure: the one of this step."""
+    demand: Demand
+    key: tuple[Any, ...]
+    """Equal for programs that share their trace."""
+    joint: Joint
+    """Forward and backward as one graph."""
+
+    @property
+    def num_samples(self) -> int:
+        """The batch size."""
+        return self.graph.num_samples
+
+    def facts(self, wanted: Wanted) -> Facts:
+        """How the program can be cut; a batch of one is not, but parts of it can be along other axes."""
+        batches = self.graph.batches if self.num_samples > 1 else {}
+        return analyse(self.joint, batches, self.num_samples, self.results(wanted))
+
+    def whole_facts(self, wanted: Wanted) -> Facts | None:
+        """The program as it is, with the kernels of eager: nothing is cut along the batch."""
+        joint = _traced((*self.key, "whole norms"), lambda: trace(self.graph, self.demand, whole_norms=True))
+        if isinstance(joint, str):  # The cut program is there anyway.
+            events.count("plan::no whole trace")
+            return None
+        if not set(joint.pinned) <= set(self.joint.pinned):
+            return None  # It holds for numbers that vary.
+        return analyse(joint, {}, self.num_samples, self.results(wanted))
+
+    def results(self, wanted: Wanted) -> set[int]:
+        """Indices of the joint graph's results: outputs, then gradients, then new values of written leaves."""
+        found, first = set(wanted.outputs), self.joint.num_outputs
+        if wanted.gradients:
+            found |= set(range(first, first + len(self.joint.wrt)))
+        if wanted.effects:
+            first += len(self.joint.wrt)
+            found |= set(range(first, first + len(self.joint.written)))
+        return found
+
+
+def program_of(graph: Graph, demand: Demand) -> Program:
+    """The traced program of a graph.
+
+    Raises:
+        NotSplittable: It cannot be traced.
+    """
+    key: tuple[Any, ...] = (graph.key, demand)
+    joint = _traced(key, lambda: trace(graph, demand))
+    if isinstance(joint, Joint) and not _holds(joint, graph):
+        # A float that could not be made a slot has changed: it is part of the key.
+        key = (*key, tuple(graph.nodes[node].slots[which] for node, which, _ in joint.pinned))
+        joint = _traced(key, lambda: trace(graph, demand))
+    if isinstance(joint, str):
+        raise NotSplittable(joint)
+    return Program(graph, demand, key, joint)
+
+
+def _traced(key: tuple[Any, ...], trace_now: Callable[[], Joint]) -> Joint | str:
+    """The trace of a program, or why it has none. An error may be of the moment: it is final after a few."""
+    found = _joints.get(key)
+    if found is None:
+        found = _attempt(trace_now)
+        tries = (_tries.get(key) or 0) + 1
+        if isinstance(found, Joint) or tries >= _TRIES:
+            _joints.add(key, found)
+        else:
+            _tries.add(key, tries)
+    return found
+
+
+def _attempt(trace_now: Callable[[], Joint]) -> Joint | str:
+    """The trace, or why there is none: then the program is an opaque eager segment (Rule 3), counted (Rule 6)."""
+    started = time.perf_counter()
+    try:
+        with without_collection():
+            return trace_now()
+    except MemoryError:  # That is of the moment, not of the program.
+        raise
+    except Exception as error:
+        text = str(error).splitlines()[0] if str(error) else ""
+        return f"it cannot be traced: {type(error).__name__}: {text}"
+    finally:
+        events.sample("trace_seconds", time.perf_counter() - started)
+
+
+def _holds(joint: Joint, graph: Graph) -> bool:
+    return all(graph.nodes[node].slots[which] == value for node, which, value in joint.pinned)
+
+
+def forget_programs() -> None:
+    """Trace every program anew."""
+    _joints.clear()
+    _tries.clear()

@@ -1,0 +1,149 @@
+"""Attaching: the results of a split run become ordinary tensors on PyTorch's autograd graph (Rule 7).
+
+*Takes* a task, the decision that ran, and its `Results`. *Gives* the tensors of its values; those that require grad are
+results of autograd nodes on their leaves, whose backward hands over held gradients or runs the program again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from koila import events
+from koila.errors import StaleInputError
+from koila.execution.evaluation import connected_leaves
+from koila.execution.history import history_of
+from koila.execution.out_of_memory import run_until_it_fits
+from koila.execution.results import Results, Seeds, run_split, seed_for
+from koila.execution.segment import Gradients, SegmentState, attach
+from koila.execution.whole_run import gradients_whole
+from koila.ir.graph import Graph, collect
+from koila.ir.job import Demand, Job, Wanted
+from koila.ir.node import Value, version_of
+from koila.ir.source import user_site
+from koila.planning.decide import Decision
+
+
+def attached(job: Job, decision: Decision, results: Results, seeds: Seeds) -> dict[Value, torch.Tensor]:
+    """The outputs of a run as ordinary tensors."""
+    graph = job.graph
+    bound = {graph.outputs[index]: real for index, real in results.outputs.items()}
+    for group in _groups(job, results):
+        is_root = set(group) <= set(job.demand.roots)
+        own = _own_graph(graph, group)
+        leaves = tuple(sorted({leaf for value in own.outputs for leaf in connected_leaves(own, value)}))
+        if not leaves:
+            continue
+        values = [_fresh(results.outputs[index], graph.leaves) for index in group]
+        state = SegmentState(_rerun(job, decision, group, own, leaves), history_of(job) if is_root else None)
+        if is_root and results.gradients:
+            _hold(state, job, results, own, leaves)
+            state.seeds = tuple(seeds[job.demand.roots.index(index)] for index in group)
+        tensors = attach(state, values, [own.leaves[leaf] for leaf in leaves])
+        bound.update(zip((graph.outputs[index] for index in group), tensors, strict=True))
+    return bound
+
+
+def _groups(job: Job, results: Results) -> list[tuple[int, ...]]:
+    """Outputs that share an autograd node: the roots of the demand, and results of one call, as in eager."""
+    roots = tuple(index for index in job.demand.roots if index in results.outputs)
+    siblings: dict[Any, list[int]] = {}
+    for index in results.outputs:
+        if job.graph.outputs[index].requires_grad and index not in roots:
+            siblings.setdefault(job.graph.outputs[index].node, []).append(index)
+    return [*([roots] if roots else []), *(tuple(group) for group in siblings.values())]
+
+
+def _hold(state: SegmentState, job: Job, results: Results, own: Graph, leaves: tuple[int, ...]) -> None:
+    """The node holds the only references to the gradients."""
+    chosen = {id(job.graph.leaves[n]): g for n, g in zip(job.demand.wrt, results.gradients, strict=True)}
+    state.held = [chosen[id(own.leaves[leaf])] for leaf in leaves]
+    results.gradients.clear()
+
+
+def _rerun(
+    job: Job, decision: Decision, group: tuple[int, ...], own: Graph, leaves: tuple[int, ...]
+) -> _Rerun:  # fmt: skip
+    """The program of a group, for a later backward pass. The roots' is the one that would have served a guess."""
+    budget = replace(decision.budget, tune=job.budget.tune)
+    if group == job.demand.roots:
+        wanted = replace(job.wanted, gradients=True)
+        again = replace(job, wanted=wanted, guessed=None, held=(), everything=None, budget=budget, copied_bytes=0)
+        return _Rerun(again, own, leaves)
+    wrt = tuple(index for index, leaf in enumerate(own.leaves) if leaf.requires_grad)
+    demand = Demand(tuple(range(len(own.outputs))), wrt)
+    again = Job(own, demand, Wanted((), gradients=True), budget, job.device, history=job.history)
+    return _Rerun(again, own, leaves)
+
+
+def _fresh(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A result that is not an input of the program itself: autograd's node must own its outputs."""
+    storage = value.untyped_storage()._cdata
+    return value.clone() if any(leaf.untyped_storage()._cdata == storage for leaf in leaves) else value
+
+
+def _own_graph(graph: Graph, group: tuple[int, ...]) -> Graph:
+    """The part of a program that some of its outputs need: a segment depends on nothing else."""
+    values = [graph.outputs[index] for index in group]
+    needed = collect(values, [])
+    if len(needed.nodes) == len(graph.nodes) and len(values) == len(graph.outputs):
+        return graph
+    return Graph(tuple(node for node in needed.nodes if node in graph.positions), tuple(values))
+
+
+class _Rerun:
+    """A segment's program, run again in chunks for any gradients of its outputs."""
+
+    def __init__(self, job: Job, own: Graph, leaves: tuple[int, ...]) -> None:
+        self.job, self.own, self.leaves = job, own, leaves
+        self.versions = [version_of(leaf) for leaf in own.leaves]
+
+    def check_fresh(self) -> None:
+        if [version_of(leaf) for leaf in self.own.leaves] != self.versions:
+            raise StaleInputError(
+                "an input was changed after the forward pass and before the backward pass that needs it",
+                where=f"recorded at {self.own.nodes[0].site}",
+                hint="change it after backward()",
+            )
+
+    def run(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        events.count("segment::rerun")
+        outputs = [self.job.graph.outputs[root] for root in self.job.demand.roots]
+        if any(gradient is None for gradient in incoming):
+            self._leave_out(incoming)
+            outputs = [self.job.graph.outputs[root] for root in self.job.demand.roots]
+        given = [gradient for gradient in incoming if gradient is not None]
+        seeds = [seed_for(value.prepass, seed) for value, seed in zip(outputs, given, strict=True)]
+        found = run_until_it_fits(self.job, lambda decision: self._carry_out(decision, outputs, seeds))
+        chosen = {id(self.job.graph.leaves[n]): g for n, g in zip(self.job.demand.wrt, found, strict=True)}
+        return [chosen[id(self.own.leaves[leaf])] for leaf in self.leaves]
+
+    def _leave_out(self, incoming: Sequence[torch.Tensor | None]) -> None:
+        """Outputs to which no gradient came are not differentiated."""
+        roots = zip(self.job.demand.roots, incoming, strict=True)
+        chosen = tuple(root for root, gradient in roots if gradient is not None)
+        self.job = replace(self.job, demand=replace(self.job.demand, roots=chosen))
+
+    def _carry_out(self, decision: Decision, outputs: Sequence[Value], seeds: Seeds) -> Gradients:
+        if decision.how == "split":
+            return run_split(decision, self.job.graph, seeds).gradients
+        if decision.fallback is not None:
+            count_fallback(decision.fallback)
+        return gradients_whole(self.job.graph, outputs, seeds, self.job.demand.wrt)
+
+    def differentiably(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        events.count("segment::rerun")
+        count_fallback("create_graph=True needs the graph of the whole run")
+        roots = [value for value, g in zip(self.own.outputs, incoming, strict=True) if g is not None]
+        seeds = [g for g in incoming if g is not None]
+        return gradients_whole(self.own, roots, seeds, self.leaves, create_graph=True)
+
+
+def count_fallback(reason: str) -> None:
+    """Something runs whole although the budget asks for a cut (Rule 6)."""
+    site = str(user_site())
+    events.count(f"fallback::{reason}", site=site)
+    events.emit(events.Fallback("split run", reason, site))

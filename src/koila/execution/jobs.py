@@ -1,0 +1,249 @@
+"""From what is asked for to a job: the only place where a demand is made up, for a run and for `koila.plan` alike.
+
+*Takes* pending values, a backward request, what else is pending. *Gives* a `Task`: a `Job`, and the recorded values
+that its results belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from koila._budget import Budget, current_budget, default_bytes
+from koila.capture.lookup import BackwardRequest
+from koila.execution.commit import leaves_behind
+from koila.execution.evaluation import Evaluation
+from koila.execution.history import expects_backward
+from koila.execution.whole_run import written_leaves
+from koila.ir.graph import Graph, collect
+from koila.ir.job import Demand, Job, Wanted
+from koila.ir.node import HOOKS, Node, Value
+from koila.planning.eager_history import eager_history
+from koila.planning.whole_peak import leaf_bytes
+
+LARGE_BYTES = 128 << 20
+"""Without a budget, programs that make less than this are run as they are, without looking at what is free."""
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A job with the values that it is about."""
+
+    job: Job
+    whole: Evaluation
+    """For an unsplit run: everything that is pending, in eager's order; autograd's order of summation depends on it."""
+    own: Evaluation
+    """For a run in chunks: what is asked for, and what hangs together with it."""
+    others: tuple[Graph, ...] = ()
+    """Programs with pending writes that share nothing with it: a run in chunks performs each for itself, before."""
+    request: BackwardRequest | None = None
+    is_plain: bool = False
+    """Whether it runs as it is, without a decision: its job says nothing about gradients."""
+
+    @property
+    def streamed(self) -> Job:
+        """The job of handing out the one wanted value chunk by chunk; nothing else is computed."""
+        wanted = Wanted(self.job.wanted.outputs[:1], streamed=True)
+        return replace(self.job, wanted=wanted, demand=Demand(), held=(), guessed=None, everything=None)
+
+    def required(self) -> set[Node]:
+        """The calls that must succeed; whatever else is pending may fail: whoever asks for it sees the error."""
+        return self._required
+
+    @cached_property
+    def _required(self) -> set[Node]:
+        return set(collect([*self.own.wanted], [*(() if self.is_plain else self.own.effects)]).nodes)
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """What is recorded and has not run."""
+
+    effects: Sequence[Node]
+    """Writes to real tensors that are due."""
+    nodes: Sequence[Node]
+    """All calls, in order."""
+
+
+def task_for(
+    values: Sequence[Value], pending: Pending, request: BackwardRequest | None = None, budget: Budget | None = None,
+    device: torch.device | None = None, detailed: bool = True,
+) -> Task | None:  # fmt: skip
+    """The task of computing values, and of differentiating them if a backward is requested; None: nothing is to run.
+
+    Args:
+        values: What is wanted.
+        pending: What else is recorded.
+        request: The backward pass that is asked for.
+        budget: The budget to keep to; the one in force if it is not given.
+        device: Where it runs; where its inputs are if it is not given.
+        detailed: Whether the job is to be known in full although no budget asks for a decision.
+    """
+    due = [value for value in values if value.real is None or value.storage.writers]
+    if not due and not pending.effects:
+        return None
+    needed = collect(due, pending.effects)
+    if not needed.nodes:
+        return None
+    making = _Making(due, pending, request, needed, budget, device)
+    is_limited = making.budget.chunk_size is not None or making.budget.allowed_bytes is not None
+    return making.task() if is_limited or detailed else making.plain_task()
+
+
+class _Making:
+    """A task on its way."""
+
+    def __init__(
+        self, due: list[Value], pending: Pending, request: BackwardRequest | None, needed: Graph,
+        budget: Budget | None, device: torch.device | None,
+    ) -> None:  # fmt: skip
+        self.due, self.pending, self.request, self.needed = due, pending, request, needed
+        # Eager would have run everything by now, in this order; autograd's order of summation depends on it.
+        is_all = all(node in needed.positions for node in pending.nodes)
+        self.everything = needed if is_all else collect(due, [*pending.effects, *pending.nodes])
+        self.device = device or _device_of(needed)
+        if budget is None:
+            budget = current_budget((collect(due, []) if due and pending.effects else needed).budgets)
+        self.budget = resolved(budget, self.everything, self.device)
+
+    def plain_task(self) -> Task:
+        """A task that nobody has to decide about."""
+        whole = self._evaluation(self.everything)
+        job = Job(whole.graph, Demand(), Wanted(whole.asked), self.budget, self.device)
+        return Task(job, whole, whole, request=self.request, is_plain=True)
+
+    def task(self) -> Task:
+        """The task in full."""
+        whole = self._evaluation(self.everything)
+        graph, others = self._apart()
+        own = self._evaluation(graph)
+        return Task(self._job(own, whole), whole, own, tuple(others), self.request)
+
+    def _evaluation(self, graph: Graph) -> Evaluation:
+        return Evaluation(graph, self.due, {node for node in graph.nodes if node.due})
+
+    def _apart(self) -> tuple[Graph, list[Graph]]:
+        """What is asked for, with what the user holds of the same program; programs that have nothing to do with it."""
+        own, others = self.needed.apart()
+        if not own.nodes:  # Nothing but effects.
+            return others[0], others[1:]
+        return collect([*self.due, *self._beside(own)], [n for n in self.pending.effects if n in own.positions]), others
+
+    def _beside(self, own: Graph) -> list[Value]:
+        """Values that the user holds and that are made from the same calls: an accuracy beside a loss."""
+        connected: set[Node] = set(own.nodes)
+        found: list[Value] = []
+        for node in self.pending.nodes:
+            if node in connected or not any(value.node in connected for value in node.values()):
+                continue
+            connected.add(node)
+            outputs = (node.output(index) for index in range(node.num_outputs))
+            found += [v for v in outputs if v is not None and v.node is node and v.is_held and not v.requires_grad]
+        return found
+
+    def _job(self, own: Evaluation, whole: Evaluation) -> Job:
+        demand = self._demand(own)
+        gradients = bool(demand.roots) and self.request is not None
+        wanted = Wanted(own.asked, gradients, effects=bool(own.effects))
+        job = Job(
+            own.graph, demand, wanted, self.budget, self.device,
+            everything=None if len(whole.graph.nodes) == len(own.graph.nodes) else whole.graph,
+            held=own.held(differentiated=gradients),
+            must_run_whole=_why_whole(own.graph, self.request),
+            copied_bytes=self._copied_bytes(whole.graph),
+            history=_history(own.graph),
+        )  # fmt: skip
+        if demand.roots and not gradients and expects_backward(job):
+            job = replace(job, guessed=replace(wanted, gradients=True))
+        return job
+
+    def _demand(self, own: Evaluation) -> Demand:
+        """What to differentiate: the request's roots, or a scalar that may be differentiated later."""
+        if not own.wrt:
+            return Demand()
+        roots = own.scalar_roots() if self.request is None else requested_roots(self.request, own.graph)
+        return Demand(roots, own.wrt) if roots else Demand()
+
+    def _copied_bytes(self, graph: Graph) -> int:
+        """An unsplit run can be taken back: it copies statistics, and gradients that are there already."""
+        copied = 2 * leaf_bytes(written_leaves(graph))
+        if self.request is not None:
+            copied += leaf_bytes(t for t in accumulating(self.request, graph) if t.grad is not None)
+        return copied
+
+
+def requested_roots(request: BackwardRequest, graph: Graph) -> tuple[int, ...]:
+    """Outputs that a request differentiates; none if a seed is missing: eager's engine says so itself."""
+    place = {value: index for index, value in enumerate(graph.outputs)}
+    found: list[int] = []
+    for root, seed in zip(request.roots, request.gradients, strict=True):
+        if isinstance(root, Value) and root in place:
+            if seed is None and any(size != 1 for size in root.prepass.shape):
+                return ()
+            found.append(place[root])
+    return tuple(dict.fromkeys(found))
+
+
+def accumulating(request: BackwardRequest, graph: Graph) -> list[torch.Tensor]:
+    """Tensors whose .grad a backward pass may change."""
+    reals = [root.real if isinstance(root, Value) else root for root in request.roots]
+    inputs = [real for real in (*graph.leaves, *reals) if real is not None and real.requires_grad]
+    return [real for real in inputs if real.is_leaf] + leaves_behind(inputs)
+
+
+def _history(graph: Graph) -> tuple[int, int]:
+    found = eager_history(graph.leaves)
+    return found.held_bytes, found.backward_bytes
+
+
+def _why_whole(graph: Graph, request: BackwardRequest | None) -> str | None:
+    """Why a program cannot be cut, where no trace is needed to know."""
+    if any(node.func in HOOKS for node in graph.nodes):
+        return "hooks on lazy values see whole gradients"
+    marked = [node.operands[0] for node in graph.nodes if node.func is torch.Tensor.requires_grad_]
+    if any(isinstance(value, Value) and value.is_held for value in marked):
+        return "requires_grad_() on a lazy value makes a leaf that collects its own gradient"
+    if request is not None and request.create_graph:
+        return "create_graph=True needs the graph of the whole run"
+    return None
+
+
+def _device_of(graph: Graph) -> torch.device:
+    """Where a program runs: on the accelerator, if one of its inputs is there."""
+    return next((leaf.device for leaf in graph.leaves if leaf.device.type != "cpu"), torch.device("cpu"))
+
+
+# Budgets as bytes.
+
+
+def resolved(budget: Budget, graph: Graph, device: torch.device) -> Budget:
+    """The budget as a chunk size, as bytes that a run may allocate now, or as no limit."""
+    if budget.chunk_size is not None:
+        return budget
+    on = None if device.type == "cpu" else device
+    limit = _default_limit(budget, graph, on) if budget.is_default else budget.limit(on)
+    if limit is not None and (budget.is_default or budget.total_bytes is not None):
+        # What is free changes all the time: plans are made for steps of an eighth.
+        step = 1 << max(0, limit.bit_length() - 4)
+        limit = limit // step * step
+    allowed = None if limit is None else max(1, limit)
+    return replace(budget, allowed_bytes=allowed, total_bytes=None, reserved_bytes=0)
+
+
+def _default_limit(budget: Budget, graph: Graph, device: torch.device | None) -> int | None:
+    """What is free, if a program could need more than that: all that it makes, twice, and its gradients."""
+    made = sum(output.prepass.num_bytes for node in graph.nodes for output in node.inference.outputs)
+    rough = 2 * made + leaf_bytes(leaf for leaf in graph.leaves if leaf.requires_grad)
+    if rough <= LARGE_BYTES:
+        return None
+    free = default_bytes(budget.reserved_bytes, device)
+    return free if rough > free else None
+
+
+def held_bytes(budget: Budget) -> int:
+    """How much may be kept of values that nobody asked for but the user still holds, outside of a decision."""
+    limit = default_bytes(budget.reserved_bytes) if budget.is_default else budget.limit()
+    return (default_bytes(budget.reserved_bytes) if limit is None else limit) // 4

@@ -1,0 +1,167 @@
+"""When memory runs out in the middle of a run: how it shows, what can be given back, and the smaller decision.
+
+*Takes* a job, its decision, and a function that runs it. *Gives* the results of the first decision that did not run out
+of memory; it stays in force for the next steps of the program. In the end a `BudgetError` with the facts.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from koila import events
+from koila._budget import Budget
+from koila._bytes import format_bytes
+from koila.errors import BudgetError
+from koila.events import Wait
+from koila.ir.job import Job
+from koila.ir.source import user_site
+from koila.planning.decide import Decision, decide, decision_for, put_in_force
+from koila.planning.whole_peak import whole_peak
+
+T = TypeVar("T")
+_TRIES = 8
+"""So many decisions are tried in one run."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed: an accelerator's own error, or the CPU allocator's."""
+    if isinstance(error, BudgetError):
+        return False
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+_SIGNS = (
+    "DefaultCPUAllocator",
+    "not enough memory",
+    "could not create a memory",
+    "could not create a primitive",
+    "out of memory",
+)
+
+
+def give_back() -> None:
+    """Free what nobody uses; on an accelerator also what its allocator has cached (untested: no device here)."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def run_until_it_fits(
+    job: Job, run: Callable[[Decision], T], noted: Callable[[Decision], None] | None = None, failed: bool = False
+) -> T:
+    """Run a job by its decision; if memory runs out all the same, by smaller and smaller ones.
+
+    Args:
+        job: The job.
+        run: Runs it by a decision, or raises with nothing changed.
+        noted: Told each decision before it is tried.
+        failed: Whether memory ran out with the first decision before.
+
+    Raises:
+        BudgetError: Memory ran out with every decision that was tried.
+    """
+    decision = _decided(job)
+    wait = Wait("memory ran out; trying smaller plans")
+    try:
+        for number, following in enumerate(_attempts(job, decision)):
+            if number == 0 and failed:
+                wait.resume()
+                continue
+            if noted is not None:
+                noted(following)
+            try:
+                result = run(following)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                wait.resume()
+                note_failure(error)
+            else:
+                if number:
+                    put_in_force(job, following)
+                return result
+    finally:
+        wait.suspend()
+    raise _exhausted(job, decision)
+
+
+def _decided(job: Job) -> Decision:
+    """The decision in force; planning needs memory itself, and may run out of it once."""
+    for is_last in (False, True):
+        try:
+            return decision_for(job)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            note_failure(error)
+            if is_last:
+                break
+    raise BudgetError(
+        f"memory ran out while a program of {len(job.graph.nodes)} calls was planned; nothing was run",
+        where=f"asked for at {user_site()}",
+        hint="free memory before the run",
+    )
+
+
+def _attempts(job: Job, decision: Decision) -> Iterator[Decision]:
+    """The decision, smaller ones as long as there are any, and the last once more: what ran out may be back."""
+    for _ in range(_TRIES):
+        yield decision
+        following = _smaller(job, decision)
+        if following is None:
+            yield decision
+            return
+        decision = following
+
+
+def _smaller(job: Job, decision: Decision) -> Decision | None:
+    """A decision with fewer bytes than one that ran out of memory; None if there is none."""
+    budget = _less(job, decision)
+    if budget is None:
+        return None
+    try:
+        found = decide(replace(job.within(budget), previous=decision))
+    except BudgetError:
+        return None
+    return found if found.how == "split" and _is_smaller(found, decision) else None
+
+
+def _less(job: Job, decision: Decision) -> Budget | None:
+    if decision.how == "split" and decision.budget.allowed_bytes is None:
+        assert decision.plan is not None
+        chunk = decision.plan.chunk_size // 2
+        return replace(decision.budget, chunk_size=chunk) if chunk >= decision.plan.facts.granule else None
+    peak = decision.projection.peak_bytes if decision.projection is not None else whole_peak(job).peak_bytes
+    return replace(decision.budget, chunk_size=None, allowed_bytes=max(1, peak // 2), is_default=True)
+
+
+def _is_smaller(found: Decision, than: Decision) -> bool:
+    if than.how == "whole" or found.projection is None or than.projection is None:
+        return True
+    return found.projection.peak_bytes < than.projection.peak_bytes or found.chunk_size < than.chunk_size
+
+
+def note_failure(error: Exception) -> None:
+    """Give back what can be given back, and say so (Rule 6)."""
+    events.count("retries", site=user_site())
+    error.__traceback__ = None  # Its frames hold the tensors of the run that failed.
+    give_back()
+
+
+def _exhausted(job: Job, decision: Decision) -> BudgetError:
+    peak = decision.projection.peak_bytes if decision.projection is not None else None
+    first = "" if peak is None else f" (projected {format_bytes(peak)} for the first of them)"
+    allowed = decision.budget.allowed_bytes
+    return BudgetError(
+        f"memory ran out with every plan that was tried{first}; gradients and buffers are as they were",
+        where=f"a program of {len(job.graph.nodes)} calls, first recorded at {job.graph.nodes[0].site}",
+        hint="free memory, or name what the run may use: koila.budget(...)",
+        allowed_bytes=allowed or 0,
+    )

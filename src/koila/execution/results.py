@@ -1,0 +1,100 @@
+"""Results: what a decision computes when it is carried out in chunks; nothing is committed yet.
+
+*Takes* a `Decision` with a plan, the graph of this step, and seeds. *Gives* `Results`, or the chunks of one value.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from koila import events
+from koila.analysis.trace import Joint, seed_layout
+from koila.execution.chunked import CompiledPlan, run_chunked, stream_chunked
+from koila.ir.graph import Graph
+from koila.ir.prepass import PrePass
+from koila.planning.decide import Decision
+from koila.planning.shelf import shelf_in
+
+Seeds = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a run computed."""
+
+    outputs: dict[int, torch.Tensor]
+    """By index of the graph's output."""
+    gradients: list[torch.Tensor | None]
+    """One for each leaf that the demand names, if gradients were wanted."""
+    written: dict[int, torch.Tensor]
+    """By index of the leaf, the new values of running statistics, if effects were wanted."""
+    batch_dims: dict[int, int]
+    """The batch dimension of each output that plainly carries the batch."""
+    phase_seconds: tuple[float, ...] = ()
+    """The time of each phase."""
+
+
+_compiled: weakref.WeakKeyDictionary[Decision, CompiledPlan] = weakref.WeakKeyDictionary()
+
+
+def compiled(decision: Decision) -> CompiledPlan:
+    """The code of a decision's plan, made once."""
+    found = _compiled.get(decision)
+    if found is None:
+        assert decision.plan is not None
+        found = _compiled[decision] = CompiledPlan(decision.plan, decision.facts)
+    return found
+
+
+def run_split(decision: Decision, graph: Graph, seeds: Seeds = ()) -> Results:
+    """Compute what a decision wants, in chunks."""
+    code, plan, wanted = compiled(decision), decision.plan, decision.wanted
+    assert plan is not None
+    joint, phase_seconds = plan.facts.joint, list[float]()
+    num_calls, name = len(plan.facts.items), graph.name
+    events.emit(events.RunStart(name, num_calls, decision.num_samples, plan.chunk_size, len(plan.phases)))
+    started = time.perf_counter()
+    with shelf_in(decision.budget.offload):
+        values = run_chunked(code, graph, inputs_of(joint, graph, seeds), phase_seconds)
+    events.emit(events.RunEnd(time.perf_counter() - started, len(plan.chunks)))
+    first = joint.num_outputs
+    last = first + len(joint.wrt)
+    outputs = {index: values[index] for index in wanted.outputs}
+    written = dict(zip(joint.written, values[last:], strict=True)) if wanted.effects else {}
+    gradients = values[first:last] if wanted.gradients else []
+    dims = {index: dim for index, dim in code.batch_dims.items() if index in outputs}
+    return Results(outputs, gradients, written, dims, tuple(phase_seconds))
+
+
+def stream_split(decision: Decision, graph: Graph) -> Iterator[torch.Tensor]:
+    """The chunks of the one output that a decision wants."""
+    assert decision.plan is not None
+    return stream_chunked(compiled(decision), graph, inputs_of(decision.plan.facts.joint, graph, ()))
+
+
+def inputs_of(joint: Joint, graph: Graph, seeds: Seeds) -> list[Any]:
+    """What a joint graph reads, in the order of its placeholders."""
+    found: list[Any] = []
+    for each in joint.inputs:
+        if each.kind == "leaf":
+            found.append(graph.leaves[each.index].detach())
+        elif each.kind == "draw":
+            found.append(graph.nodes[each.index].draws[each.draw])
+        else:
+            found.append(seeds[each.index] if seeds else None)
+    return found
+
+
+def seed_for(prepass: PrePass, given: torch.Tensor | None, number: float = 1.0) -> torch.Tensor:
+    """The seed of a root in the layout that the program was traced with; `number` everywhere if none is given."""
+    layout = seed_layout(prepass)
+    if given is not None and tuple(given.stride()) == layout.stride:
+        return given
+    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+    return made.fill_(number) if given is None else made.copy_(given)

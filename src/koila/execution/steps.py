@@ -1,0 +1,115 @@
+"""Steps: what is noted while something that was asked for is computed.
+
+*Takes* what the engine does. *Gives* one `StepEnd` event for each step; reporting makes reports of them. Nothing here
+is read by the engine to decide anything.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from koila import events
+from koila.ir.node import Value
+from koila.planning.calibration import correct
+from koila.planning.decide import Decision, forget_decisions
+from koila.planning.tracker import StorageTracker
+
+
+class Step:
+    """One step on its way."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.traced, self.planned = events.total("trace_seconds"), events.total("plan_seconds")
+        self.decision: Decision | None = None
+        self.phase_seconds: tuple[float, ...] = ()
+        self.num_tries = 0
+        self.fallbacks: list[str] = []
+        self.num_calls = 0
+        self.continues = False
+        self.is_empty = True
+        """Whether nothing ran."""
+
+    def tries(self, decision: Decision) -> None:
+        """A decision is tried."""
+        self.decision, self.is_empty = decision, False
+        self.num_tries += 1
+        if decision.fallback is not None:
+            self.fallbacks.append(decision.fallback)
+
+    def end(self, measured_bytes: int | None, scopes: tuple[Any, ...]) -> events.StepEnd:
+        """What was noted."""
+        return events.StepEnd(
+            self.decision, time.perf_counter() - self.started, events.total("trace_seconds") - self.traced,
+            events.total("plan_seconds") - self.planned, self.phase_seconds, measured_bytes,
+            max(0, self.num_tries - 1), tuple(self.fallbacks), self.num_calls, self.continues, scopes,
+        )  # fmt: skip
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.scopes: list[Any] = []
+        self.last: set[int] = set()
+        """The values that the last step bound, by identity."""
+
+
+_here = _Here()
+
+
+@contextmanager
+def step() -> Iterator[Step]:
+    """A scope for one step; a step within a step (a hook that forces a value) is part of it."""
+    if _here.step is not None:
+        yield _here.step
+        return
+    found = _here.step = Step()
+    tracker = StorageTracker() if _here.scopes else None
+    scopes = tuple(_here.scopes)
+    try:
+        with tracker or nullcontext():
+            yield found
+    finally:
+        _here.step = None
+        if not found.is_empty:
+            events.sample("run_seconds", time.perf_counter() - found.started)
+            measured = None if tracker is None else tracker.peak_bytes
+            _learn(found, measured)
+            events.emit(found.end(measured, scopes))
+
+
+@contextmanager
+def measuring(scope: Any) -> Iterator[None]:
+    """A scope in which every step of this thread is measured; the steps' events name it."""
+    _here.scopes.append(scope)
+    try:
+        yield
+    finally:
+        _here.scopes.remove(scope)
+
+
+def remember(values: Iterable[Value]) -> None:
+    """These values were bound by the step that goes on."""
+    _here.last = {id(value) for value in values}
+
+
+def was_bound_last(values: Iterable[Value]) -> bool:
+    """Whether one of the values was bound by the step before."""
+    return any(id(value) in _here.last for value in values)
+
+
+def _learn(step: Step, measured_bytes: int | None) -> None:
+    """A peak above the projection corrects the next plan, unless plans are frozen."""
+    decision = step.decision
+    if decision is None or decision.how != "split" or measured_bytes is None or decision.projected_bytes is None:
+        return
+    if measured_bytes > decision.projected_bytes:
+        events.count("projection::too low")
+        if decision.budget.tune:
+            events.count("plan::changed by measuring")
+            correct(decision.program, measured_bytes - decision.projected_bytes)
+            forget_decisions()

@@ -1,0 +1,158 @@
+"""Cutting: the plan of a program for a selection of its results, and all the bytes that belong to it.
+
+*Takes* a traced program, what is wanted of it, and a chunk size or a byte limit. *Gives* a `Cut`: a plan and what it
+will allocate, what stands outside the plan included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from koila import events
+from koila.analysis.program import NotSplittable, Program, without_collection
+from koila.analysis.split import Facts
+from koila.errors import BudgetError
+from koila.ir.cache import Cache
+from koila.ir.job import Job, Wanted
+from koila.planning.calibration import correction_bytes
+from koila.planning.memory import Projection, project
+from koila.planning.plan import Plan, make_layout, make_plan
+from koila.planning.search import ALL, Search, plan_seconds
+from koila.planning.whole_peak import OBJECT_BYTES, drawn_bytes, leaf_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """How a program runs in chunks."""
+
+    wanted: Wanted
+    """The results that it computes."""
+    plan: Plan
+    facts: Facts
+    """How the program can be cut: the plan's own, unless the plan leaves it uncut."""
+    projection: Projection
+    """The bytes at the peak, by kind."""
+    seconds: float
+    """How long it is expected to take; only ratios matter."""
+    program: Hashable
+    """Under which measuring corrects the projection."""
+
+
+class Refused(Exception):
+    """No plan fits; the smallest would need so many bytes."""
+
+    def __init__(self, needed_bytes: int, largest: str, recorded: int | None = None) -> None:
+        super().__init__(f"needs {needed_bytes} bytes")
+        self.needed_bytes, self.largest, self.recorded = needed_bytes, largest, recorded
+
+
+_searches: Cache[Search] = Cache("search_cache", 32)
+
+
+class Cutter:
+    """The cuts of one job's program."""
+
+    def __init__(self, job: Job, program: Program) -> None:
+        self.job, self.program = job, program
+
+    def key(self, wanted: Wanted) -> Hashable:
+        """Under which measuring corrects the projections of this program."""
+        return (self.program.key, wanted)
+
+    def chunks(self, wanted: Wanted, chunk_size: int) -> Cut:
+        """The plan for a chunk size, as the program has it; no lever is pulled."""
+        started = time.perf_counter()
+        facts = self.program.facts(wanted)
+        if not facts.is_split:
+            raise NotSplittable("nothing in it can be cut along the batch")
+        try:
+            with without_collection():
+                plan = make_plan(make_layout(facts), chunk_size)
+                projection = project(plan)
+        except (MemoryError, BudgetError):
+            raise
+        except Exception as error:
+            raise _illegal(error) from error
+        _count(started)
+        return self._cut(wanted, plan, facts, projection)
+
+    def within(self, wanted: Wanted, allowed_bytes: int, thorough: bool) -> Cut | None:
+        """The fastest plan found within so many bytes, or None; a thorough search takes longer to give up."""
+        outside, after = self.outside_bytes(wanted), self.after_bytes(wanted)
+        if after > allowed_bytes:
+            return None
+        started, search = time.perf_counter(), self._search(wanted)
+        try:
+            with without_collection():
+                found = search.find(allowed_bytes - outside, thorough)
+        except (MemoryError, BudgetError):
+            raise
+        except Exception as error:
+            raise _illegal(error) from error
+        _count(started)
+        return None if found is None else self._cut(wanted, found[0], search.facts, found[1])
+
+    def smallest(self, wanted: Wanted) -> Refused:
+        """The smallest budget that would do, and what stands in the way."""
+        try:
+            with without_collection():
+                _, projection = self._search(wanted).smallest()
+        except (MemoryError, BudgetError):
+            raise
+        except Exception as error:
+            raise _illegal(error) from error
+        needed = max(projection.peak_bytes + self.outside_bytes(wanted), self.after_bytes(wanted))
+        return Refused(needed, projection.largest, projection.recorded)
+
+    def _search(self, wanted: Wanted) -> Search:
+        offload = self.job.budget.offload is not None
+        make = lambda: Search(  # noqa: E731
+            self.program.facts(wanted), ALL | {"offload"} if offload else ALL, lambda: self.program.whole_facts(wanted)
+        )
+        return _searches.get_or_add((self.program.key, wanted, offload), make)
+
+    def _cut(self, wanted: Wanted, plan: Plan, facts: Facts, projection: Projection) -> Cut:
+        outside = self.outside_bytes(wanted)
+        peak = max(projection.peak_bytes + outside, self.after_bytes(wanted))
+        beside = peak - projection.peak_bytes
+        kinds = (*projection.kinds, *((("objects and drawn numbers", beside),) if beside else ()))
+        bytes_at_peak = replace(projection, peak_bytes=peak, kinds=kinds)
+        return Cut(wanted, plan, facts, bytes_at_peak, plan_seconds(plan), self.key(wanted))
+
+    # What the plan does not see.
+
+    def outside_bytes(self, wanted: Wanted) -> int:
+        """Random numbers that were drawn, seeds, eager history, objects, copies of what the commit writes."""
+        graph, joint = self.program.graph, self.program.joint
+        held, _ = self.job.history
+        objects = OBJECT_BYTES * len(joint.module.graph.nodes)
+        # The commit can be taken back: running statistics are copied before they are written.
+        written = 2 * leaf_bytes(graph.leaves[index] for index in joint.written) if wanted.effects else 0
+        roots = self.program.demand.roots if wanted.gradients else ()
+        seeds = sum(graph.outputs[root].prepass.num_bytes for root in roots)
+        return drawn_bytes(graph) + held + objects + written + seeds + correction_bytes(self.key(wanted))
+
+    def after_bytes(self, wanted: Wanted) -> int:
+        """What is alive when the gradients have come to leaves that eager code made, and it differentiates on."""
+        held, backward = self.job.history
+        if not wanted.gradients or not backward:
+            return 0
+        return held + backward + leaf_bytes(self.program.graph.leaves[index] for index in self.program.joint.wrt)
+
+
+def _illegal(error: Exception) -> NotSplittable:
+    """A chunk that is illegal on fake tensors is found before anything runs (Rule 3)."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    return NotSplittable(f"its chunks are illegal: {type(error).__name__}: {text}")
+
+
+def _count(started: float) -> None:
+    events.count("plans")
+    events.sample("plan_seconds", time.perf_counter() - started)
+
+
+def forget_searches() -> None:
+    """Forget what was found about programs: the rules have changed."""
+    _searches.clear()

@@ -1,0 +1,258 @@
+"""The decision: how a job runs, made once, before anything runs.
+
+*Takes* a `Job` and the calibration. *Gives* a frozen `Decision`, or a `BudgetError` with the smallest budget that would
+do. Nothing is run, no tensor is touched, nothing is written: the same job gets the same decision.
+
+The order of preference: the program as it is, with eager's own kernels, if that fits; else in chunks with everything
+that is needed, that the user holds, and that a backward pass would want; else without what is only held; else without
+what is only guessed. What is guessed or held never causes a refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from koila import events
+from koila._budget import Budget
+from koila._bytes import format_bytes
+from koila.analysis.program import NotSplittable, program_of
+from koila.analysis.split import Facts
+from koila.errors import BudgetError
+from koila.ir.cache import Cache
+from koila.ir.job import Job, Wanted
+from koila.planning.cut import Cut, Cutter, Refused, forget_searches
+from koila.planning.memory import Projection
+from koila.planning.plan import Plan
+from koila.planning.whole_peak import whole_peak
+
+How = Literal["whole", "split"]
+HELD_SHARE = 4
+"""Values that the user holds and nobody asked for take one part in so many of a byte budget at the most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """How a job runs."""
+
+    how: How
+    """`whole`: by eager's own kernels and autograd; `split`: by a plan."""
+    wanted: Wanted
+    """What the run computes."""
+    budget: Budget
+    """The budget that it keeps to."""
+    num_samples: int
+    """The batch size; 0 if the program has none."""
+    plan: Plan | None = None
+    """The plan of a split run."""
+    facts: Facts | None = None
+    """How the program can be cut, for a split run."""
+    projection: Projection | None = None
+    """The bytes at the peak by kind; None where no budget asked for them."""
+    seconds: float | None = None
+    """How long it is expected to take; only ratios matter. None where nothing was planned."""
+    reasons: tuple[str, ...] = ()
+    """Why it is what it is, in the user's words."""
+    fallback: str | None = None
+    """Why it runs whole although the budget asks for a cut."""
+    program: Hashable = None
+    """Under which measuring corrects its projection."""
+
+    @property
+    def projected_bytes(self) -> int | None:
+        """What the run will allocate at its peak, where a byte budget asked for it."""
+        named = self.budget.allowed_bytes is not None
+        return self.projection.peak_bytes if named and self.projection is not None else None
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples per chunk; the whole batch for a run that is not cut."""
+        return self.num_samples if self.plan is None else self.plan.chunk_size
+
+
+def decide(job: Job) -> Decision:
+    """How a job runs.
+
+    Raises:
+        BudgetError: No way to run it fits its budget.
+    """
+    budget = job.budget
+    if budget.chunk_size is not None:
+        return _decide_chunks(job, budget.chunk_size)
+    if budget.allowed_bytes is None:
+        return _whole(job, None, "no budget asks for a cut")
+    projection = whole_peak(job)
+    if projection.peak_bytes <= budget.allowed_bytes and job.previous is None:
+        return _whole(job, projection, "all of it fits")
+    try:
+        return _decide_bytes(job, budget.allowed_bytes)
+    except NotSplittable as reason:
+        return _uncut(job, projection, str(reason))
+
+
+def _whole(job: Job, projection: Projection | None, reason: str, fallback: str | None = None) -> Decision:
+    return Decision(
+        "whole", job.wanted, job.budget, job.graph.num_samples, projection=projection, reasons=(reason,),
+        fallback=fallback,
+    )  # fmt: skip
+
+
+def _decide_chunks(job: Job, chunk_size: int) -> Decision:
+    if chunk_size >= job.graph.num_samples:
+        return _whole(job, None, "the batch is no larger than a chunk")
+    try:
+        cutter = _cutter(job)
+        wanted = next(_variants(job, None))
+        cut = cutter.chunks(wanted, chunk_size)
+    except NotSplittable as reason:
+        return _whole(job, None, f"it cannot be cut: {reason}", str(reason))
+    return _split(job, cut, (f"chunks of {cut.plan.chunk_size}: the chunk size that was asked for",))
+
+
+def _uncut(job: Job, projection: Projection, reason: str) -> Decision:
+    """What cannot be cut runs whole if that fits, or if nobody named a budget; else it is refused (Rule 2)."""
+    fits = projection.peak_bytes <= (job.budget.allowed_bytes or 0)
+    if job.previous is not None or not (fits or job.budget.is_default):
+        where = f"{projection.largest}; it runs whole: {reason}"
+        raise refusal(job, Refused(projection.peak_bytes, where))
+    return _whole(job, projection, f"it cannot be cut: {reason}", reason)
+
+
+def _cutter(job: Job) -> Cutter:
+    if job.must_run_whole is not None:
+        raise NotSplittable(job.must_run_whole)
+    if job.wanted.is_nothing:
+        raise NotSplittable("only views are wanted")
+    return Cutter(job, program_of(job.graph, job.demand))
+
+
+def _variants(job: Job, allowed_bytes: int | None) -> Iterator[Wanted]:
+    """What a run may compute beside what it must, from all of it to nothing."""
+    held = _fitting(job, allowed_bytes)
+    seen: set[Wanted] = set()
+    for wanted in (job.guessed, job.wanted):
+        for extra in (held, ()):
+            if wanted is not None:
+                found = replace(wanted, outputs=tuple(sorted({*wanted.outputs, *extra})))
+                if found not in seen:
+                    seen.add(found)
+                    yield found
+
+
+def _fitting(job: Job, allowed_bytes: int | None) -> tuple[int, ...]:
+    """Of the values that the user holds, the smallest that fit into their share."""
+    if allowed_bytes is None:
+        return job.held
+    room, found = allowed_bytes // HELD_SHARE, []
+    for index in job.held:
+        room -= job.graph.outputs[index].prepass.num_bytes
+        if room >= 0:
+            found.append(index)
+    return tuple(found)
+
+
+def _decide_bytes(job: Job, allowed_bytes: int) -> Decision:
+    cutter = _cutter(job)
+    for wanted in _variants(job, allowed_bytes):
+        least = wanted == job.wanted
+        cut = cutter.within(wanted, allowed_bytes, thorough=least or job.guessed == wanted)
+        if cut is not None:
+            return _split(job, cut, _reasons(job, cut))
+    refused = _smallest(job, cutter)
+    if not job.budget.is_default:
+        raise refusal(job, refused)
+    # What is only the default is not refused, but met as far as possible.
+    events.count("budget::over what is free")
+    cut = cutter.within(job.wanted, refused.needed_bytes, thorough=True)
+    assert cut is not None
+    return _split(job, cut, (*_reasons(job, cut), "it needs more than what is free"))
+
+
+def _smallest(job: Job, cutter: Cutter) -> Refused:
+    """The smallest budget that is enough for a step: for what is asked now and for the backward that may follow."""
+    refused = cutter.smallest(job.wanted)
+    if job.demand.roots and not job.wanted.gradients and not job.budget.is_default:
+        backward = cutter.smallest(replace(job.wanted, gradients=True))
+        refused = max(refused, backward, key=lambda each: each.needed_bytes)
+    return refused
+
+
+def _split(job: Job, cut: Cut, reasons: tuple[str, ...]) -> Decision:
+    return Decision(
+        "split", cut.wanted, job.budget, job.graph.num_samples, cut.plan, cut.facts, cut.projection, cut.seconds,
+        reasons, program=cut.program,
+    )  # fmt: skip
+
+
+def _reasons(job: Job, cut: Cut) -> tuple[str, ...]:
+    plan, found = cut.plan, []
+    if plan.chunk_size < plan.facts.num_samples:
+        found.append(f"chunks of {plan.chunk_size}: the largest with which the fastest plan found fits")
+    again = sum(plan.recomputed.values())
+    if again:
+        found.append(f"{again} calls computed again per chunk: cheaper than the bytes of their values")
+    if plan.offloaded:
+        found.append("values between phases wait in a file: they do not fit beside the rest")
+    left = set(job.held) - set(cut.wanted.outputs)
+    if left:
+        sizes = [job.graph.outputs[index].prepass for index in sorted(left)]
+        texts = ", ".join(f"{prepass} ({format_bytes(prepass.num_bytes)})" for prepass in sizes)
+        found.append(f"not kept, although the program still holds it: {texts}; koila.keep(value) makes it a result")
+    return tuple(found)
+
+
+def refusal(job: Job, refused: Refused) -> BudgetError:
+    """The error for a budget that cannot be met; exactly the one that it names would be accepted."""
+    needed, allowed = refused.needed_bytes, job.budget.allowed_bytes or 0
+    site = "" if refused.recorded is None else f", {job.graph.nodes[refused.recorded].site}"
+    kept = [job.graph.outputs[index] for index in job.wanted.outputs if job.graph.outputs[index].keep]
+    held = f"; kept by koila.keep: {', '.join(repr(value.prepass) for value in kept)}" if kept else ""
+    return BudgetError(
+        f"needs {needed} bytes ({format_bytes(needed)}) at the smallest, allowed {allowed} ({format_bytes(allowed)})",
+        where=f"at the peak: {refused.largest}{site}{held}",
+        hint=f"budget={needed}; koila.explain(value, backward=True) shows what cannot be cut",
+        needed_bytes=needed,
+        allowed_bytes=allowed,
+    )
+
+
+# The decisions in force.
+
+
+_decisions: Cache[Decision] = Cache("decision_cache", 512)
+_forced: Cache[Decision] = Cache("forced_decisions", 256)
+"""Decisions that replaced one that ran out of memory."""
+
+
+def decision_for(job: Job) -> Decision:
+    """The decision in force for a job; made if there is none."""
+    limited = job.budget.chunk_size is not None or job.budget.allowed_bytes is not None
+    if len(_forced):
+        found = _forced.get(job.key)
+        if found is not None:
+            return found
+    if not limited:
+        return decide(job)  # Nothing to choose, and nothing to remember.
+    found = _decisions.get(job.key)
+    if found is None:
+        with events.waiting(f"looking for a plan for {len(job.graph.nodes)} calls"):
+            found = _decisions.add(job.key, decide(job))
+    return found
+
+
+def any_forced() -> bool:
+    """Whether any decision was replaced because memory ran out."""
+    return len(_forced) > 0
+
+
+def put_in_force(job: Job, decision: Decision) -> None:
+    """From the next step on, a job like this one runs by this decision."""
+    _forced.add(job.key, decision)
+
+
+def forget_decisions() -> None:
+    """Decide anew: the rules or the calibration have changed."""
+    _decisions.clear()
+    _forced.clear()
+    forget_searches()

@@ -1,0 +1,127 @@
+"""What an unsplit run will allocate, known before anything runs.
+
+*Takes* a recorded program. *Gives* a `Projection`. The projection is the run itself, on fake tensors under the storage
+tracker, with PyTorch's own autograd. Nobody's code sees a fake tensor: hooks on values are left out and their bytes
+added. A program that cannot run on fake tensors is bounded by what was recorded, and says so. (A run in chunks is
+projected from its plan: `koila.planning.peak`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from koila import events
+from koila.ir.cache import Cache
+from koila.ir.graph import Graph
+from koila.ir.job import Job
+from koila.ir.node import HOOKS, Node, Value
+from koila.ir.prepass import prepass_of
+from koila.ir.replay import replay
+from koila.planning.memory import Projection
+from koila.planning.tracker import FakeTracker
+
+OBJECT_BYTES = 384
+"""What Python and PyTorch allocate for a tensor beside its storage, as the malloc hook sees it."""
+AUTOGRAD_BYTES = 8 * OBJECT_BYTES
+"""The same for a recorded call, its gradient, and what autograd keeps for them."""
+
+
+def drawn_bytes(graph: Graph) -> int:
+    """Bytes of the random numbers that the program holds."""
+    return sum(source.num_bytes for node in graph.nodes for source in node.draws)
+
+
+def leaf_bytes(leaves: Iterable[torch.Tensor]) -> int:
+    """Bytes of dense tensors like these leaves: their gradients."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+_projections: Cache[Projection] = Cache("projection_cache", 256)
+
+
+def whole_peak(job: Job) -> Projection:
+    """The peak of an unsplit run of a job."""
+    graph, roots = job.whole_graph, _roots(job)
+    key = (graph.key, tuple(graph.outputs.index(root) for root in roots))
+    found = _projections.get_or_add(key, lambda: _project(graph, roots))
+    held, backward = job.history
+    gradients = leaf_bytes(leaf for leaf in graph.leaves if leaf.requires_grad) if roots else 0
+    peak = held + max(found.peak_bytes, gradients + backward if backward else 0) + job.copied_bytes
+    kinds = [("activations and gradients", found.peak_bytes), ("what is copied to be restored", job.copied_bytes)]
+    kinds.append(("eager code before the program", peak - found.peak_bytes - job.copied_bytes))
+    return replace(found, peak_bytes=peak, kinds=tuple((kind, size) for kind, size in kinds if size))
+
+
+def _roots(job: Job) -> list[Value]:
+    """What an unsplit run is differentiated from, now or later: its values carry PyTorch's own graph."""
+    return [job.graph.outputs[root] for root in job.demand.roots]
+
+
+def _project(graph: Graph, roots: Sequence[Value]) -> Projection:
+    try:
+        tracker = _replayed(graph, roots)
+    except Exception as error:  # What fake tensors cannot do is bounded instead (Rule 6: it is said).
+        events.count(f"projection::bounded::{type(error).__name__}", site=graph.nodes[-1].site)
+        return _bound(graph, roots, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    peak = tracker.peak_bytes + drawn_bytes(graph) + AUTOGRAD_BYTES * len(graph.nodes) + _hooked_bytes(graph)
+    return Projection(peak, tracker.peak_operator)
+
+
+def _bound(graph: Graph, roots: Sequence[Value], reason: str) -> Projection:
+    """Everything that the calls make, and as much again for a backward pass: more than a run needs, but no proof."""
+    made = sum(output.prepass.num_bytes for node in graph.nodes for output in node.inference.outputs)
+    gradients = leaf_bytes(leaf for leaf in graph.leaves if leaf.requires_grad) if roots else 0
+    peak = made * (3 if roots else 1) + gradients + drawn_bytes(graph) + AUTOGRAD_BYTES * len(graph.nodes)
+    return Projection(peak, f"all that it makes: it cannot be projected ({reason})")
+
+
+def _hooked_bytes(graph: Graph) -> int:
+    """Gradients of values with hooks stay until the hook has seen them."""
+    hooked = (node.operands[0] for node in graph.nodes if node.func in HOOKS)
+    return sum(value.prepass.num_bytes for value in hooked if isinstance(value, Value))
+
+
+def _replayed(graph: Graph, roots: Sequence[Value]) -> FakeTracker:
+    """Replay the program on fake tensors with autograd, and differentiate its roots."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = {id(leaf): _fake_leaf(leaf) for leaf in graph.leaves}
+    environment: dict[Value, Any] = {}
+
+    def lookup(leaf: Any) -> Any:
+        if type(leaf) is Value:
+            found = environment.get(leaf)
+            leaf = leaf.real if found is None else found
+        return fakes.get(id(leaf), leaf)
+
+    def numbers(node: Node) -> list[torch.Tensor]:
+        return [torch.empty(source.shape, dtype=source.dtype) for source in node.draws]
+
+    alive = set(graph.outputs)
+    calls = [node for node in graph.nodes if node.func not in HOOKS]
+    last = {value: node for node in calls for value in node.values()}
+    ending: dict[Node, list[Value]] = {}
+    for value, node in last.items():
+        ending.setdefault(node, []).append(value)
+
+    def free(node: Node) -> None:
+        for value in ending.get(node, ()):
+            if value not in alive:
+                environment.pop(value, None)
+
+    with mode, FakeTracker() as tracker:
+        replay(calls, environment, lambda _: lookup, numbers, free)
+        for root in roots:
+            environment[root].backward(torch.ones_like(environment[root]), retain_graph=root is not roots[-1])
+    return tracker
+
+
+def _fake_leaf(leaf: torch.Tensor) -> torch.Tensor:
+    prepass = prepass_of(leaf)
+    fake = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
+    return fake.requires_grad_() if prepass.requires_grad else fake

@@ -1,0 +1,179 @@
+"""Reports: what a step was expected to take, what it took, and what was done.
+
+*Takes* the `StepEnd` events of the engine. *Gives* a frozen, printable `Report` for each step: `item()` and the
+`backward()` after it are one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from koila import events
+from koila._bytes import format_bytes
+from koila.execution.steps import measuring
+from koila.planning.decide import Decision
+
+NUM_REPORTS = 100
+"""So many reports are kept."""
+MINOR_SHARE = 10
+"""A step with fewer than one in so many calls of the one before it is not what a person would call a run."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One step."""
+
+    how: str = "nothing ran"
+    """`whole`, `split`, or that nothing ran."""
+    num_samples: int = 0
+    """The batch size."""
+    chunk_size: int = 0
+    """Samples per chunk; 0 for a whole run."""
+    num_chunks: int = 0
+    """Chunks per phase."""
+    allowed_bytes: int | None = None
+    """The budget, if there was one."""
+    projected_bytes: int | None = None
+    """What the run was expected to allocate at its peak, if a budget asked for it."""
+    measured_bytes: int | None = None
+    """What it allocated at its peak, inside `koila.measure()`."""
+    seconds: float = 0.0
+    """How long it took in all."""
+    trace_seconds: float = 0.0
+    """How much of that was tracing: only for a program that is new."""
+    plan_seconds: float = 0.0
+    """How much of that was planning: only for a decision that is new."""
+    num_calls: int = 0
+    """The recorded calls that were run."""
+    phase_seconds: tuple[float, ...] = ()
+    """The time of each phase."""
+    recomputed: dict[str, int] = field(default_factory=dict)
+    """Operators that a chunk runs more than once, with how often they are run again."""
+    regions: tuple[str, ...] = ()
+    """Parts that were cut along another axis."""
+    offloaded: int = 0
+    """Values that were kept in a file."""
+    fallbacks: tuple[str, ...] = ()
+    """What could not be done as asked, and why."""
+    retries: int = 0
+    """How often memory ran out and a smaller plan was taken."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.how}: {self.num_samples} samples in {self.seconds:.3f} s"]
+        if self.chunk_size:
+            lines[0] += f", {self.num_chunks} chunks of {self.chunk_size}, {len(self.phase_seconds)} phases"
+        sizes = {"allowed": self.allowed_bytes, "projected": self.projected_bytes, "measured": self.measured_bytes}
+        known = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
+        lines += ["  " + ", ".join(known)] if known else []
+        lines += [f"  phase {n}: {seconds:.3f} s" for n, seconds in enumerate(self.phase_seconds)]
+        again = ", ".join(f"{name} ×{times}" for name, times in sorted(self.recomputed.items()))
+        lines += [f"  computed again: {again}"] if again else []
+        lines += [f"  {region}" for region in self.regions]
+        lines += [f"  {self.offloaded} values kept in a file"] if self.offloaded else []
+        lines += [f"  fell back: {reason}" for reason in self.fallbacks]
+        lines += [f"  memory ran out {self.retries} times"] if self.retries else []
+        first = {"traced": self.trace_seconds, "planned": self.plan_seconds}
+        once = [f"{name} in {seconds:.3f} s" for name, seconds in first.items() if seconds]
+        lines += [f"  {', '.join(once)}, once for this program"] if once else []
+        return "\n".join(lines)
+
+
+def _report(end: events.StepEnd) -> Report:
+    found = Report(
+        measured_bytes=end.measured_bytes, seconds=end.seconds, trace_seconds=end.trace_seconds,
+        plan_seconds=end.plan_seconds, phase_seconds=end.phase_seconds, fallbacks=end.fallbacks, retries=end.retries,
+        num_calls=end.num_calls,
+    )  # fmt: skip
+    return found if end.decision is None else _with_decision(found, end.decision)
+
+
+def _with_decision(report: Report, decision: Decision) -> Report:
+    plan = decision.plan
+    found = replace(
+        report, how=decision.how, num_samples=decision.num_samples, allowed_bytes=decision.budget.allowed_bytes,
+        projected_bytes=decision.projected_bytes,
+    )  # fmt: skip
+    if plan is None:
+        return found
+    return replace(
+        found, chunk_size=plan.chunk_size, num_chunks=len(plan.chunks), recomputed=dict(plan.recomputed),
+        regions=plan.regions, offloaded=len(plan.offloaded),
+    )  # fmt: skip
+
+
+def _joined(first: Report, second: Report) -> Report:
+    """A value that was read, and the backward pass after it, as one step."""
+    main = second if second.how != "nothing ran" else first
+    measured = [each for each in (first.measured_bytes, second.measured_bytes) if each is not None]
+    return replace(
+        main, seconds=first.seconds + second.seconds, trace_seconds=first.trace_seconds + second.trace_seconds,
+        plan_seconds=first.plan_seconds + second.plan_seconds, num_calls=first.num_calls + second.num_calls,
+        phase_seconds=first.phase_seconds + second.phase_seconds, retries=first.retries + second.retries,
+        fallbacks=tuple(dict.fromkeys(first.fallbacks + second.fallbacks)),
+        measured_bytes=max(measured) if measured else None,
+    )  # fmt: skip
+
+
+class Reports:
+    """The last reports, oldest first; a listener of the engine's steps."""
+
+    def __init__(self) -> None:
+        self.all: deque[Report] = deque(maxlen=NUM_REPORTS)
+        self.last = Report()
+        """The last step that a person would call a run: not the reading of an accuracy after it."""
+
+    def __call__(self, event: events.Event) -> None:
+        if not isinstance(event, events.StepEnd):
+            return
+        report = _report(event)
+        joins = event.continues and bool(self.all)
+        if joins:
+            report = _joined(self.all.pop(), report)
+        self.all.append(report)
+        if joins or report.num_calls * MINOR_SHARE >= self.last.num_calls:
+            self.last = report
+        for scope in event.scopes:
+            scope.add(report, joins)
+
+
+reports = Reports()
+
+
+class Measure:
+    """What `koila.measure()` has seen."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        """One for each step, in order."""
+
+    def add(self, report: Report, joins: bool) -> None:
+        """A step has ended, which may be the second half of the one before."""
+        if joins and self.reports:
+            self.reports.pop()
+        self.reports.append(report)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak of them."""
+        return max((report.measured_bytes or 0 for report in self.reports), default=0)
+
+
+@contextmanager
+def measure() -> Iterator[Measure]:
+    """A scope in which the memory of every run is measured; it makes runs slower.
+
+    Yields:
+        A `Measure`: `reports` of the runs so far, `peak_bytes` of all of them.
+
+    >>> import torch, koila
+    >>> with koila.measure() as seen:
+    ...     total = (koila.lazy(torch.ones(4, 256)) * 2).sum().item()
+    >>> seen.peak_bytes
+    4100
+    """
+    scope = Measure()
+    with measuring(scope):
+        yield scope
