@@ -43,9 +43,9 @@ from koila.ir.graph import Graph, collect
 from koila.ir.node import Node, Value, version_of
 from koila.ir.prepass import prepass_of
 from koila.ir.source import user_site
-from koila.planning.memory import Projection
+from koila.planning.peak import Projection
 from koila.planning.search import refusal
-from koila.planning.shelf import shelf_in
+from koila.execution.offload import offload_in as shelf_in
 
 Seeds = tuple[torch.Tensor | None, ...]
 

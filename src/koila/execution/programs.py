@@ -21,11 +21,12 @@ from koila.analysis.split import Facts, analyse
 from koila.analysis.trace import Demand, Joint, trace
 from koila.errors import BudgetError
 from koila.execution.behind import behind
-from koila.execution.chunked import CompiledPlan, run_chunked, stream_chunked
+from koila.execution.split_run import CompiledPlan, run_chunked, stream_chunked
 from koila.execution.projection import drawn_bytes
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
-from koila.planning.plan import make_layout, make_plan
+from koila.planning.phases import make_layout
+from koila.planning.plan import make_plan
 from koila.planning.search import ALL, Search, refusal
 
 

@@ -18,7 +18,7 @@ from koila.ir.graph import Graph
 from koila.ir.node import Node, Value
 from koila.ir.prepass import prepass_of
 from koila.ir.replay import replay
-from koila.planning.memory import Projection
+from koila.planning.peak import Projection
 
 OBJECT_BYTES = 3072
 """What PyTorch allocates for a recorded call and its gradient beside their storages, as the malloc hook sees it."""
