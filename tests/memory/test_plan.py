@@ -13,7 +13,7 @@ from torch import nn
 import koila
 from koila import _bytes
 from koila.execution import programs
-from koila.planning.memory import Projection
+from koila.planning.peak import Projection
 from koila.planning.plan import Plan
 from koila.planning.search import Search
 from tests.models import Task, vision

@@ -24,6 +24,7 @@ from koila.capture.recorder import Recorder
 from koila.errors import StaleInputError
 from koila.execution.evaluation import Evaluation, connected_leaves
 from koila.execution.memory import give_back, is_out_of_memory
+from koila.execution.offload import offload_in as shelf_in
 from koila.execution.programs import NotSplittable, Program, Results, Selection, correct
 from koila.execution.projection import project_whole
 from koila.execution.report import Notes, Report, measuring
@@ -45,7 +46,6 @@ from koila.ir.prepass import prepass_of
 from koila.ir.source import user_site
 from koila.planning.peak import Projection
 from koila.planning.search import refusal
-from koila.execution.offload import offload_in as shelf_in
 
 Seeds = tuple[torch.Tensor | None, ...]
 

@@ -21,8 +21,8 @@ from koila.analysis.split import Facts, analyse
 from koila.analysis.trace import Demand, Joint, trace
 from koila.errors import BudgetError
 from koila.execution.behind import behind
-from koila.execution.split_run import CompiledPlan, run_chunked, stream_chunked
 from koila.execution.projection import drawn_bytes
+from koila.execution.split_run import CompiledPlan, run_chunked, stream_chunked
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 from koila.planning.phases import make_layout

@@ -4,8 +4,8 @@
 shares memory with, workspace and seconds. Layers of one shape ask once: what is known of a call of PyTorch's operators
 is kept for equal ones.
 
-Running each call on meta tensors is the check that every chunk has the shape its type predicts (Rule 3). That is several
-times faster than on fake ones, which are asked where an operator has no kernel for meta tensors.
+Running each call on meta tensors is the check that every chunk has the shape its type predicts (Rule 3). That is
+several times faster than on fake ones, which are asked where an operator has no kernel for meta tensors.
 """
 
 from __future__ import annotations

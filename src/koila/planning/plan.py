@@ -14,6 +14,7 @@ import torch
 
 from koila.analysis.split import Facts, Item
 from koila.planning.build import build_schedule
+from koila.planning.cost import schedule_seconds
 from koila.planning.phases import Layout, Stage, key_of
 from koila.planning.schedule import Schedule
 from koila.planning.step import Kind, Sink
@@ -84,6 +85,13 @@ class Plan:
     def schedules(self) -> tuple[Schedule, ...]:
         """Everything that runs, in order, the loop of each chunk size once."""
         return (*(schedule for phase in self.phases for schedule in phase.schedules), self.after)
+
+    @cached_property
+    def seconds(self) -> float:
+        """The expected time."""
+        found = sum(map(schedule_seconds, (self.after, *(phase.before for phase in self.phases))))
+        sizes = [stop - start for start, stop in self.chunks]
+        return found + sum(schedule_seconds(phase.loops[size]) for phase in self.phases for size in sizes)
 
     @cached_property
     def result_kinds(self) -> dict[Any, str]:

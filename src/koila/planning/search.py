@@ -16,7 +16,6 @@ from functools import cached_property
 from koila._bytes import format_bytes
 from koila.analysis.split import Facts
 from koila.errors import BudgetError
-from koila.planning.cost import schedule_seconds
 from koila.planning.levers.offload import keep_in_files
 from koila.planning.levers.shrink import LEVERS, shrink
 from koila.planning.peak import Projection, peak_alone, project
@@ -44,13 +43,7 @@ def chunk_sizes(num_samples: int, granule: int) -> list[int]:
 
 def plan_seconds(plan: Plan) -> float:
     """The expected time of a plan."""
-    once = [plan.after, *(phase.before for phase in plan.phases)]
-    sizes = [stop - start for start, stop in plan.chunks]
-    found = sum(map(schedule_seconds, once))
-    for phase in plan.phases:
-        each = {size: schedule_seconds(loop) for size, loop in phase.loops.items()}
-        found += sum(each[size] for size in sizes)
-    return found
+    return plan.seconds
 
 
 def layout_seconds(layout: Layout) -> float:
@@ -108,8 +101,8 @@ KEEPING = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 def kept_bytes(layout: Layout, streamed: bool = False) -> int:
     """The most that is kept between phases at any time, with the gradients and results that are there by then."""
-    most, state_bytes = 0, layout.catalogue.state_bytes
-    now = 0
+    most = now = 0
+    state_bytes = layout.catalogue.state_bytes
     source = stream_source(layout) if streamed else None
     for number, stage in enumerate(layout.stages):
         now += sum(state_bytes(item) for item in (*stage.targets, *stage.kept) if item is not source)

@@ -40,10 +40,10 @@ def offload_step(number: int, step: Step, value: int, num_bytes: int) -> Step:
 
 def fetch_step(number: int, step: Step, handle: int, num_bytes: int) -> Step:
     """The step that fetches the value that `step` gave."""
-    fresh = fresh_bytes(num_bytes)
+    fresh, work = fresh_bytes(num_bytes), None if step.work is None else step.work.fetched()
     return Step(
         number, (handle,), (num_bytes,), seconds=copy_seconds(num_bytes) + fresh / FRESH, fresh_bytes=fresh,
-        makes_memory=False, holds_operands=True, kind=Kind.FETCH, work=None if step.work is None else step.work.fetched(),
+        makes_memory=False, holds_operands=True, kind=Kind.FETCH, work=work,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from koila.analysis.split import Facts, analyse
 from koila.analysis.trace import Input, Joint
 from koila.analysis.types import Sliced
 from koila.planning.catalogue import is_plain_sum
-from koila.planning.cost import VIEW_SECONDS, schedule_seconds
+from koila.planning.cost import VIEW_SECONDS
 from koila.planning.forms import forms_of
 from koila.planning.levers.growth import CannotGrow, Drawing, Growth, hand_on, largest_bytes
 from koila.planning.operation import Operation, OperatorWork, Ref, slice_whole
@@ -100,7 +100,7 @@ class _Making:
         plan = make_plan(self.layouts[layout_number], chunk)
         results = sum(map(largest_bytes, self.outputs))
         transient = max(0, project(plan).peak_bytes - results)
-        return SubPlan(plan, tuple(self._into()), transient, _seconds(plan), _slots(plan))
+        return SubPlan(plan, tuple(self._into()), transient, plan.seconds, _slots(plan))
 
     def _into(self) -> Iterator[tuple[int, int]]:
         """Results that are sums and that only the schedule's own sum reads."""
@@ -116,13 +116,6 @@ class _Making:
     def placed(self, sub_plan: SubPlan) -> tuple[Schedule, int]:
         """The schedule with the region as one step, as early as its inputs allow; and the position of that step."""
         return _Placing(self, sub_plan).run()
-
-
-def _seconds(plan: Plan) -> float:
-    """The expected time of a plan."""
-    once = sum(map(schedule_seconds, [*(phase.before for phase in plan.phases), plan.after]))
-    sizes = [stop - start for start, stop in plan.chunks]
-    return once + sum(schedule_seconds(phase.loops[size]) for phase in plan.phases for size in sizes)
 
 
 def _slots(plan: Plan) -> tuple[Any, ...]:
@@ -150,10 +143,8 @@ class _Placing:
             if node is first:
                 place = len(self.steps)
                 self._add_region()
-            elif step.kind is not Kind.ADD_PRODUCT:
+            elif step.kind is not Kind.ADD_PRODUCT or node in drawing.value:  # Once for all nodes of a product.
                 self._add(step)
-            elif node in drawing.value:
-                self._add(step)  # Once for all its nodes; those of a product in the region are handled there.
         if place is None:
             raise CannotGrow  # Something outside lies between its calls.
         return self.schedule.with_steps(tuple(self.steps)), place
@@ -221,7 +212,7 @@ class _Placing:
         num_bytes = sum(form.num_bytes for form in forms_of(part.work.form) if form is not None)
         step = Step(
             next(self.fresh), (part.value,), seconds=copy_seconds(num_bytes), holds_operands=True, kind=Kind.HAND_ON,
-            sinks=product.sinks,
+            sinks=product.sinks, starts_merge=not product.work.is_transposed,
         )  # fmt: skip
         self.steps.append(step)
 
@@ -283,7 +274,9 @@ def _chain(value: fx.Node, growth: Growth) -> list[Step]:
         if node not in found:
             found.add(node)
             source_is_tuple = node.target is operator.getitem
-            pending += [o for o in node.all_input_nodes if o in growth.types and (source_is_tuple or growth.is_large(o))]
+            pending += [
+                o for o in node.all_input_nodes if o in growth.types and (source_is_tuple or growth.is_large(o))
+            ]
     return [growth.drawing.step[node] for node in sorted(found, key=growth.place.__getitem__)]
 
 

@@ -1,7 +1,7 @@
 """Shrinking a schedule: the levers that work inside a chunk, tried by what stands at the peak.
 
-*Takes* a schedule and the bytes it may use. *Gives* the fastest schedule that fits of those tried, or None: another order
-(which costs nothing), values computed again or offloaded, regions cut along another axis, and both together.
+*Takes* a schedule and the bytes it may use. *Gives* the fastest schedule that fits of those tried, or None: another
+order (which costs nothing), values computed again or offloaded, regions cut along another axis, and both together.
 """
 
 from __future__ import annotations
