@@ -51,15 +51,16 @@ _CLOSED = (Kind.SUB_PLAN, Kind.OFFLOAD, Kind.FETCH)
 class Drawing:
     """A schedule as an FX graph: the form in which the rules of the analysis can be asked about it."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, made: dict[Any, Any] | None = None) -> None:
         self.schedule, self.graph = schedule, fx.Graph()
+        self.made: dict[Any, Any] = {} if made is None else made
+        """By work of a step, its value; drawings of like schedules share them."""
         self.node: dict[int, fx.Node] = {}
         """By value, the node that gives it."""
         self.value: dict[fx.Node, int] = {}
         """By node, the value that it gives."""
         self.step: dict[fx.Node, Step] = {}
         """By node, the step that it was drawn for; a product that is added to a sum has several nodes."""
-        self._made: dict[int, Any] = {}
         for number, form in enumerate(schedule.forms):
             node = self.graph.placeholder(f"w{number}")
             self._name(node, number, meta_tree(form))
@@ -84,8 +85,9 @@ class Drawing:
         else:
             args, kwargs = work.operation.applied(operands, **bounds)
             node = self.graph.call_function(work.operation.target, args, kwargs)
-        # Steps that repeat a call have the same value.
-        self._name(node, step.value, self._made.setdefault(id(work), meta_tree(work.form)))
+        if work not in self.made:  # Steps that repeat a call have the same value.
+            self.made[work] = meta_tree(work.form)
+        self._name(node, step.value, self.made[work])
         node.meta["recorded"] = work.recorded
         self.step[node] = step
         if step.kind is Kind.ADD_PRODUCT:

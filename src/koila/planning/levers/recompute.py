@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count
+from math import inf
 
 from koila.planning.aliasing import Overwrites
 from koila.planning.levers.offload import can_offload, fetch_step, offload_seconds, offload_step
@@ -39,10 +40,12 @@ class _Play:
         self.offloaded: set[int] = set()
         self.uses: dict[int, list[int]] = {value: [] for value in self.steps}
         """By value, the positions of the steps that will need it, in order."""
+        self.reads: dict[int, tuple[int, ...]] = {}
+        """By value, the values of other steps that its step reads."""
         for position, step in enumerate(schedule.steps):
-            for operand in step.operands:
-                if operand in self.uses:
-                    self.uses[operand].append(position)
+            self.reads[step.value] = tuple(operand for operand in step.operands if operand in self.uses)
+            for operand in self.reads[step.value]:
+                self.uses[operand].append(position)
         self.moves: list[Move] = []
         """What is done, in order; a step may stand in it several times."""
         self.alive: set[int] = set()
@@ -69,7 +72,7 @@ class _Play:
         return self.moves
 
     def _inputs(self, values: Iterable[int]) -> list[int]:
-        return [operand for value in values for operand in self.steps[value].operands if operand in self.uses]
+        return [operand for value in values for operand in self.reads[value]]
 
     def _missing(self, value: int) -> list[int]:
         """What must be had for a step, and the step's own value: its operands that are not there, theirs first."""
@@ -83,7 +86,7 @@ class _Play:
                 found[each] = None
             else:
                 pending.append((each, True))
-                pending += [(operand, False) for operand in self._inputs([each])]
+                pending += [(operand, False) for operand in self.reads[each]]
         return list(found)
 
     def _execute(self, value: int, rest: list[int]) -> bool:
@@ -128,7 +131,7 @@ class _Play:
                 holders.add(value)
 
     def _drop_what_only_repeats_needed(self, step: Step, rest: list[int]) -> None:
-        for operand in self._inputs([step.value]):
+        for operand in self.reads[step.value]:
             awaited = operand in self.stored or self._next_use(operand, self.position - 1) is not None
             if operand in self.alive and not awaited and operand not in self._inputs(rest):
                 self._drop(operand)
@@ -166,26 +169,23 @@ class _Play:
 
     def _victim(self, pinned: set[int]) -> int | None:
         """The storage to let go of."""
-        best, least = None, 0.0
+        best, least = None, inf
         for storage, holders in self.holders.items():
             size = self.storages.num_bytes[storage]
             if not holders or size == 0 or holders & pinned or holders & self.stored:
                 continue
-            price = self._cheapest(storage)
-            if price is None:
-                continue
             nexts = [use for holder in holders if (use := self._next_use(holder, self.position - 1)) is not None]
-            distance = min(nexts, default=len(self.steps)) - self.position + 1
-            score = price / (size * distance)
-            if best is None or score < least:
-                best, least = storage, score
+            weight = size * (min(nexts, default=len(self.steps)) - self.position + 1)
+            price = self._cheapest(storage, weight, least)
+            if price is not None and price / weight < least:
+                best, least = storage, price / weight
         return best
 
-    def _price(self, storage: int) -> float | None:
+    def _price(self, storage: int, weight: int, least: float) -> float | None:
         """What it costs to compute a storage again: its own step and those of operands that are gone, too.
 
         None if it cannot be had again, because a step on the way adds to a sum, or if that is a long way back: one
-        value of a backward pass would bring a forward pass with it.
+        value of a backward pass would bring a forward pass with it. None, too, if per `weight` it is not below `least`.
         """
         price, seen = 0.0, set[int]()
         pending = [self.storages.owners[storage][0], *sorted(self.holders[storage])]
@@ -195,9 +195,9 @@ class _Play:
                 seen.add(value)
                 step = self.steps[value]
                 price += step.seconds
-                pending += [o for o in step.operands if o in self.uses and o not in self.alive]
-                if len(seen) > _FAR or step.has_effects:
+                if len(seen) > _FAR or step.sinks or price / weight >= least:
                     return None
+                pending += [operand for operand in self.reads[value] if operand not in self.alive]
         return price
 
     def _file_value(self, storage: int) -> int | None:
@@ -206,9 +206,9 @@ class _Play:
             return None
         return min((value for value in self.holders[storage] if can_offload(self.steps[value])), default=None)
 
-    def _cheapest(self, storage: int) -> float | None:
-        """What it costs to let go of a storage and have it again; None if it cannot be."""
-        again = self._price(storage) if self.again else None
+    def _cheapest(self, storage: int, weight: int = 1, least: float = inf) -> float | None:
+        """What it costs to let go of a storage and have it again; None if it cannot be, or is not below `least`."""
+        again = self._price(storage, weight, least) if self.again else None
         filed = None if self._file_value(storage) is None else offload_seconds(self.storages.num_bytes[storage])
         return min((price for price in (again, filed) if price is not None), default=None)
 
@@ -228,7 +228,7 @@ class _Play:
         """The operands of what was let go are needed when it is computed again."""
         pending = [value]
         while pending:
-            for operand in self._inputs([pending.pop()]):
+            for operand in self.reads[pending.pop()]:
                 if position not in self.uses[operand]:
                     insort(self.uses[operand], position)
                     if operand not in self.alive and operand not in self.offloaded:

@@ -297,7 +297,7 @@ def _split_around(drawing: Drawing, value: int, limit: int) -> Schedule | None:
     for growth in _grown(drawing, drawing.node[value]):
         if growth.far:
             kind = growth.types[drawing.node[value]]
-            again = Drawing(_give_far_readers_their_own(growth))
+            again = Drawing(_give_far_readers_their_own(growth), drawing.made)
             twin = again.node[value]
             following = next((g for g in _grown(again, twin) if not g.far and g.types[twin] == kind), None)
             if following is None:
@@ -340,14 +340,14 @@ def _sized(making: _Making, limit: int) -> Schedule:
 
 def split_regions(schedule: Schedule, limit: int, most: int = 64) -> Iterator[Schedule]:
     """Schedules with one region after the other cut out, until one fits or nothing large can be cut."""
-    threshold = max(limit // 32, 1 << 12)
+    threshold, made = max(limit // 32, 1 << 12), dict[Any, Any]()
     for _ in range(most):
         peak, sizes = peak_of(schedule), schedule.storages.value_bytes
         if peak.num_bytes <= limit:
             return
         largest = sorted(peak.alive, key=lambda storage: -sizes[storage])[:4]
         values = [_value_of(schedule, storage) for storage in largest if sizes[storage] > threshold]
-        drawing = Drawing(schedule) if values else None
+        drawing = Drawing(schedule, made) if values else None
         tries = (_split_around(drawing, value, limit) for value in values if drawing is not None)
         found = next((each for each in tries if each is not None), None)
         if found is None:
