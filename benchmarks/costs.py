@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from koila.planning.cost import BYTES, CALL, FLOPS, FRESH, LARGE
+from koila.planning.rates import BYTES, CALL, FLOPS, FRESH, LARGE
 
 aten = torch.ops.aten
 

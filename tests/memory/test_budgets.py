@@ -11,11 +11,11 @@ from torch import nn
 
 import koila
 from benchmarks.programs import Block, Decoder, Experts, Program, language, resnet
-from koila.planning.body import has_effects
-from koila.planning.memory import peak_of
+from koila.planning.levers.recompute import recompute
+from koila.planning.levers.region import split_regions
+from koila.planning.peak import peak_of
 from koila.planning.plan import make_plan
-from koila.planning.recompute import recompute
-from koila.planning.region import split_regions
+from koila.planning.step import Kind
 from koila.planning.tracker import StorageTracker
 
 
@@ -66,16 +66,17 @@ def test_a_region_that_adds_to_sums_is_not_computed_again() -> None:
     """Its results are let go like others, but not had again that way: the gradient of the head would count twice."""
     program = language(Decoder(2048, 64, 32, [Block(32, 2, True, Experts(32, 6)) for _ in range(2)]), 2, 64, 2048)
     plan = koila.plan(program.step(koila.lazy(*program.batch)), backward=True, chunk_size=1).plan
-    body = make_plan(plan.layout, 1).phases[-1].loops[1]
+    schedule = make_plan(plan.layout, 1).phases[-1].loops[1]
     tried = 0
     for share in (0.5, 0.25):
-        for cut in split_regions(body, int(share * peak_of(body).num_bytes)):
+        for cut in split_regions(schedule, int(share * peak_of(schedule).num_bytes)):
             peak = peak_of(cut).num_bytes
             for percent in range(98, 20, -2):
                 again = recompute(cut, peak * percent // 100)
-                if again is not None and any(has_effects(node) and hasattr(node.target, "into") for node in cut.calls):
+                if again is not None and any(step.has_effects and step.kind is Kind.SUB_PLAN for step in cut.steps):
                     tried += 1
-                    runs = Counter(node.target for node in again.calls if getattr(node.target, "into", ()))
+                    regions = [step for step in again.steps if step.has_effects and step.kind is Kind.SUB_PLAN]
+                    runs = Counter(step.work.target for step in regions)
                     assert set(runs.values()) == {1}
     assert tried > 20
 

@@ -14,12 +14,13 @@ from torch import nn
 import koila
 from koila.analysis.program import Program, program_of
 from koila.analysis.split import Facts
-from koila.execution.chunked import CompiledPlan, run_chunked
+from koila.execution.offload import offload_in
+from koila.execution.split_run import CompiledPlan, run_chunked
 from koila.ir.graph import Graph
 from koila.ir.job import Demand, Wanted
 from koila.planning.plan import Plan
 from koila.planning.search import Search
-from koila.planning.shelf import shelf_in, shelve
+from koila.planning.step import Kind
 from koila.planning.tracker import StorageTracker
 
 
@@ -196,15 +197,15 @@ def test_order() -> None:
     assert not plan.recomputed and not plan.regions
 
 
-def test_offload_inside_a_body(tmp_path: Path) -> None:
-    with shelf_in(str(tmp_path)):
+def test_offload_inside_a_schedule(tmp_path: Path) -> None:
+    with offload_in(str(tmp_path)):
         plan = fit_alone("offload", deep_mlp(), 0.6)
-    assert any(node.target is shelve for node in plan.after.calls)
+    assert any(step.kind is Kind.OFFLOAD for step in plan.after.steps)
     assert not plan.recomputed and list(tmp_path.iterdir()) == []
 
 
 def test_offload_of_what_is_kept_between_phases(tmp_path: Path) -> None:
-    with shelf_in(str(tmp_path)):
+    with offload_in(str(tmp_path)):
         plan = fit_alone("offload", normalised(), 0.5)
     assert plan.offloaded and list(tmp_path.iterdir()) == []
 

@@ -14,7 +14,7 @@ import koila
 from koila import _bytes
 from koila.planning.calibration import forget_corrections
 from koila.planning.decide import forget_decisions
-from koila.planning.memory import Projection
+from koila.planning.peak import Projection
 from koila.planning.plan import Plan
 from koila.planning.search import Search
 from tests.models import Task, vision

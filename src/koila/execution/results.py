@@ -15,11 +15,11 @@ import torch
 
 from koila import events
 from koila.analysis.trace import Joint, seed_layout
-from koila.execution.chunked import CompiledPlan, run_chunked, stream_chunked
+from koila.execution.offload import offload_in
+from koila.execution.split_run import CompiledPlan, run_chunked, stream_chunked
 from koila.ir.graph import Graph
 from koila.ir.prepass import PrePass
 from koila.planning.decide import Decision
-from koila.planning.shelf import shelf_in
 
 Seeds = Sequence[torch.Tensor]
 
@@ -60,7 +60,7 @@ def run_split(decision: Decision, graph: Graph, seeds: Seeds = ()) -> Results:
     num_calls, name = len(plan.facts.items), graph.name
     events.emit(events.RunStart(name, num_calls, decision.num_samples, plan.chunk_size, len(plan.phases)))
     started = time.perf_counter()
-    with shelf_in(decision.budget.offload):
+    with offload_in(decision.budget.offload):
         values = run_chunked(code, graph, inputs_of(joint, graph, seeds), phase_seconds)
     events.emit(events.RunEnd(time.perf_counter() - started, len(plan.chunks)))
     first = joint.num_outputs

@@ -1,7 +1,6 @@
 """Cost: how long a call is expected to take, from its floating-point operations and the bytes it touches.
 
-*Takes* a node with fake values. *Gives* seconds on a nominal machine. Only ratios matter: they decide which of two
-plans is the faster one.
+*Takes* a call on fake or meta tensors, or a schedule. *Gives* seconds on a nominal machine.
 """
 
 from __future__ import annotations
@@ -15,49 +14,41 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from koila.ir.tree import leaves, map_leaves
-from koila.planning.body import Body
-from koila.planning.storages import reused
+from koila.planning.operation import slice_whole
+from koila.planning.rates import BYTES, CALL, FLOPS, FRESH, fresh_bytes
+from koila.planning.schedule import Schedule, once_per_schedule
 
-FLOPS = {"convolution": 55e9, "attention": 40e9, "": 75e9}
-"""Floating-point operations per second of a dense kernel, by a part of its name."""
-BYTES = {"batch_norm": 2e9, "softmax": 3e9, "norm": 8e9, "pool": 2e9, "slow": 5e9, "plain": 30e9, "": 8e9}
-"""Bytes per second, read and written: of kernels with such a name, of pointwise ones, and of all others."""
 _SLOW = ("exp", "log", "tanh", "gelu", "silu", "sigmoid", "softplus", "erf", "pow", "sin", "cos", "mish", "elu")
 _PLAIN = ("sum", "cat", "clone", "_to_copy", "fill", "full", "slice_whole", "addmm", "mm", "bmm", "convolution")
-FRESH = 1.6e9
-"""Bytes per second at which the system hands out pages; a large result is made of new ones every time."""
-LARGE = 32 * 2**20
-"""From this size on, the allocator gives pages back at once."""
-CALL = 5e-6
-"""Seconds per call. `python -m benchmarks.costs` shows these rates beside those of the machine at hand."""
+VIEW_SECONDS = 1e-6
+"""What a view costs."""
 
 
-def seconds(node: fx.Node) -> float:
-    """The expected time of one call; views are free. Noted on the node."""
-    if "seconds" not in node.meta:
-        node.meta["seconds"] = _seconds(node)
-    return float(node.meta["seconds"])
-
-
-def _seconds(node: fx.Node) -> float:
-    target: Any = node.target
-    if hasattr(target, "seconds"):
-        return float(target.seconds)
-    overload = isinstance(target, torch._ops.OpOverload)
-    if target is operator.getitem or (overload and target.is_view) or node.op != "call_function":
-        return 1e-6
+def node_seconds(node: fx.Node) -> float:
+    """The expected time of one node of a joint graph."""
+    if node.op != "call_function":
+        return VIEW_SECONDS
     swap = lambda leaf: leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf  # noqa: E731
-    args, kwargs, result = map_leaves((tuple(node.args), dict(node.kwargs), node.meta.get("val")), swap)
-    if getattr(target, "__name__", "") == "slice_whole":
+    args, kwargs = map_leaves((tuple(node.args), dict(node.kwargs)), swap)
+    return call_seconds(node.target, args, kwargs, node.meta.get("val"))
+
+
+def call_seconds(target: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """The expected time of one call."""
+    overload = isinstance(target, torch._ops.OpOverload)
+    if target is operator.getitem or (overload and target.is_view):
+        return VIEW_SECONDS
+    if target is slice_whole:
         args = ()  # It reads no more than it gives.
-    found = CALL + _num_bytes((args, kwargs, result)) / _bytes_per_second(target)
-    found += large_bytes(node) / FRESH
+    found = CALL + tree_bytes((args, kwargs, result)) / _bytes_per_second(target)
+    found += large_bytes(result) / FRESH
     if overload and (flops := _flops(target, args, kwargs, result)):
         found += flops / _first(FLOPS, str(target))
     return found
 
 
-def _num_bytes(tree: Any) -> int:
+def tree_bytes(tree: Any) -> int:
+    """The bytes of all tensors of a tree."""
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
@@ -87,11 +78,14 @@ def _flops(target: Any, args: Any, kwargs: Any, result: Any) -> float:
         return 0.0
 
 
-def large_bytes(node: fx.Node) -> int:
+def large_bytes(result: Any) -> int:
     """The bytes of results that are made of new pages every time."""
-    return sum(size for leaf in leaves(node.meta.get("val")) if (size := _num_bytes(leaf)) >= LARGE)
+    return sum(fresh_bytes(tree_bytes(leaf)) for leaf in leaves(result))
 
 
-def body_seconds(body: Body) -> float:
-    """The expected time of a straight-line program; what is written over an operand needs no new pages."""
-    return sum(map(seconds, body.calls)) - sum(map(large_bytes, reused(body))) / FRESH
+@once_per_schedule
+def schedule_seconds(schedule: Schedule) -> float:
+    """The expected time of a schedule; what is written over an operand needs no new pages."""
+    written = schedule.overwritten
+    saved = sum(step.fresh_bytes for step in schedule.steps if step.value in written)
+    return sum(step.seconds for step in schedule.steps) - saved / FRESH

@@ -17,8 +17,9 @@ from koila.errors import BudgetError
 from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
 from koila.planning.calibration import correction_bytes
-from koila.planning.memory import Projection, project
-from koila.planning.plan import Plan, make_layout, make_plan
+from koila.planning.peak import Projection, project
+from koila.planning.phases import make_layout
+from koila.planning.plan import Plan, make_plan
 from koila.planning.search import ALL, Search, plan_seconds
 from koila.planning.whole_peak import OBJECT_BYTES, drawn_bytes, leaf_bytes
 
@@ -69,7 +70,7 @@ class Cutter:
             raise NotSplittable("nothing in it can be cut along the batch")
         try:
             with without_collection():
-                plan = make_plan(make_layout(facts), chunk_size)
+                plan = make_plan(make_layout(facts), chunk_size, wanted.streamed)
                 projection = project(plan)
         except (MemoryError, BudgetError):
             raise
@@ -109,7 +110,10 @@ class Cutter:
     def _search(self, wanted: Wanted) -> Search:
         offload = self.job.budget.offload is not None
         make = lambda: Search(  # noqa: E731
-            self.program.facts(wanted), ALL | {"offload"} if offload else ALL, lambda: self.program.whole_facts(wanted)
+            self.program.facts(wanted),
+            ALL | {"offload"} if offload else ALL,
+            lambda: self.program.whole_facts(wanted),
+            wanted.streamed,
         )
         return _searches.get_or_add((self.program.key, wanted, offload), make)
 

@@ -23,7 +23,7 @@ from koila.errors import BudgetError
 from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
 from koila.planning.cut import Cut, Cutter, Refused, forget_searches
-from koila.planning.memory import Projection
+from koila.planning.peak import Projection
 from koila.planning.plan import Plan
 from koila.planning.whole_peak import whole_peak
 

@@ -3,7 +3,7 @@
 *Takes* facts and a byte budget. *Gives* the fastest plan that fits of those tried, or a `BudgetError` with the smallest
 budget that this search can meet. Same input, same plan.
 
-Larger chunks are tried first as they are, then chunks beyond that with the levers inside a body. Not optimal: chunk
+Larger chunks are tried first as they are, then chunks beyond that with the levers inside a schedule. Not optimal: chunk
 sizes are powers of two and even parts, values between phases are given up by quarters.
 """
 
@@ -16,12 +16,13 @@ from functools import cached_property
 from koila._bytes import format_bytes
 from koila.analysis.split import Facts
 from koila.errors import BudgetError
-from koila.planning.body import Body
-from koila.planning.cost import LARGE, body_seconds, seconds
-from koila.planning.memory import Projection, peak_of, project, state_bytes
-from koila.planning.plan import Layout, Phase, Plan, keep_less, make_layout, make_plan
-from koila.planning.shrink import LEVERS, shrink
-from koila.planning.storages import reused, storages_of
+from koila.planning.levers.offload import keep_in_files
+from koila.planning.levers.shrink import LEVERS, shrink
+from koila.planning.peak import Projection, peak_alone, project
+from koila.planning.phases import Layout, keep_less, make_layout
+from koila.planning.plan import Phase, Plan, make_plan, stream_source
+from koila.planning.rates import LARGE
+from koila.planning.schedule import Schedule
 
 Found = tuple[Plan, Projection]
 
@@ -42,13 +43,7 @@ def chunk_sizes(num_samples: int, granule: int) -> list[int]:
 
 def plan_seconds(plan: Plan) -> float:
     """The expected time of a plan."""
-    once = [plan.after, *(phase.before for phase in plan.phases)]
-    sizes = [stop - start for start, stop in plan.chunks]
-    found = sum(map(body_seconds, once))
-    for phase in plan.phases:
-        each = {size: body_seconds(body) for size, body in phase.loops.items()}
-        found += sum(each[size] for size in sizes)
-    return found
+    return plan.seconds
 
 
 def layout_seconds(layout: Layout) -> float:
@@ -56,24 +51,25 @@ def layout_seconds(layout: Layout) -> float:
     found = 0.0
     for number, items in enumerate(layout.sections):
         kept = layout.kept_before(number)
-        found += sum(seconds(item.node) for item in items if item.kind in ("chunk", "whole") and item not in kept)
+        computed = (item for item in items if item.kind in ("chunk", "whole") and item not in kept)
+        found += sum(layout.catalogue.seconds(item.node) for item in computed)
     return found
 
 
-def _largest_result(body: Body) -> int:
-    """The bytes of the largest storage that a body asks the system for."""
-    written = reused(body)
-    sizes = (size for ref, size in storages_of(body).num_bytes.items() if ref[0] not in written)
-    return max(sizes, default=0)
+def _largest_result(schedule: Schedule) -> int:
+    """The bytes of the largest storage that a schedule asks the system for."""
+    storages, written = schedule.storages, schedule.overwritten
+    pairs = zip(storages.owners, storages.num_bytes, strict=True)
+    return max((size for (value, _), size in pairs if value not in written), default=0)
 
 
-def map_bodies(plan: Plan, change: Callable[[Body, int], Body | None]) -> Plan | None:
-    """The plan with every body changed, given its section; None if one cannot be."""
+def map_schedules(plan: Plan, change: Callable[[Schedule, int], Schedule | None]) -> Plan | None:
+    """The plan with every schedule changed, given its section; None if one cannot be."""
     phases: list[Phase] = []
     for number, phase in enumerate(plan.phases):
         before = change(phase.before, 2 * number)
-        loops = {size: change(body, 2 * number + 1) for size, body in phase.loops.items()}
-        if before is None or any(body is None for body in loops.values()):
+        loops = {size: change(loop, 2 * number + 1) for size, loop in phase.loops.items()}
+        if before is None or any(loop is None for loop in loops.values()):
             return None
         phases.append(replace(phase, before=before, loops=loops))  # type: ignore[arg-type]
     after = change(plan.after, 2 * len(plan.phases))
@@ -81,18 +77,18 @@ def map_bodies(plan: Plan, change: Callable[[Body, int], Body | None]) -> Plan |
 
 
 def fit(plan: Plan, allowed: int, levers: frozenset[str] = LEVERS) -> Found | None:
-    """The plan with the levers inside its bodies pulled until it fits."""
+    """The plan with the levers inside its schedules pulled until it fits."""
     projection = project(plan)
     if projection.peak_bytes <= allowed:
         return plan, projection
     if min(allowed - there for there in projection.resident) <= 0:
         return None
 
-    def change(body: Body, section: int) -> Body | None:
+    def change(schedule: Schedule, section: int) -> Schedule | None:
         limit = allowed - projection.resident[section]
-        return body if peak_of(body, body.chunk is None).num_bytes <= limit else shrink(body, limit, levers)
+        return schedule if peak_alone(schedule).num_bytes <= limit else shrink(schedule, limit, levers)
 
-    changed = map_bodies(plan, change)
+    changed = map_schedules(plan, change)
     after = None if changed is None else project(changed)
     return None if changed is None or after is None or after.peak_bytes > allowed else (changed, after)
 
@@ -103,11 +99,13 @@ KEEPING = (1.0, 0.75, 0.5, 0.25, 0.0)
 """How much of what crosses phases is kept, from all to nothing."""
 
 
-def kept_bytes(layout: Layout) -> int:
+def kept_bytes(layout: Layout, streamed: bool = False) -> int:
     """The most that is kept between phases at any time, with the gradients and results that are there by then."""
     most = now = 0
+    state_bytes = layout.catalogue.state_bytes
+    source = stream_source(layout) if streamed else None
     for number, stage in enumerate(layout.stages):
-        now += sum(map(state_bytes, (*stage.targets, *stage.kept)))
+        now += sum(state_bytes(item) for item in (*stage.targets, *stage.kept) if item is not source)
         most = max(most, now)
         now -= sum(map(state_bytes, layout.frees[2 * number + 1]))
     return most
@@ -117,9 +115,10 @@ class Search:
     """All plans of one program, made when they are needed."""
 
     def __init__(
-        self, facts: Facts, levers: frozenset[str] = ALL, whole_facts: Callable[[], Facts | None] = lambda: None
-    ) -> None:
-        self.facts, self.levers, self.whole_facts = facts, levers, whole_facts
+        self, facts: Facts, levers: frozenset[str] = ALL, whole_facts: Callable[[], Facts | None] = lambda: None,
+        streamed: bool = False,
+    ) -> None:  # fmt: skip
+        self.facts, self.levers, self.whole_facts, self.streamed = facts, levers, whole_facts, streamed
         self.sizes = chunk_sizes(facts.num_samples, facts.granule)
         self._layouts: list[Layout] = []
         self._plans: dict[tuple[int, int], Found] = {}
@@ -136,12 +135,10 @@ class Search:
         return self._layouts[level]
 
     def plain(self, level: int, size: int) -> Found:
-        """The plan for a chunk size, without levers inside its bodies."""
+        """The plan for a chunk size, without levers inside its schedules."""
         if (level, size) not in self._plans:
-            plan = make_plan(self.layout(max(0, level)), size)
-            if level < 0:
-                kept = (item for stage in plan.layout.stages for item in stage.kept)
-                plan = replace(plan, offloaded=frozenset(kept))
+            plan = make_plan(self.layout(max(0, level)), size, self.streamed)
+            plan = keep_in_files(plan) if level < 0 else plan
             self._plans[level, size] = plan, project(plan)
         return self._plans[level, size]
 
@@ -173,8 +170,9 @@ class Search:
     def _costs(self, allowed: int) -> bool:
         """Whether cutting costs something: values that cross phases are computed again, or kept."""
         layout = self.layout(0)
-        once = sum(seconds(node) for node in self.facts.joint.module.graph.nodes if node.op == "call_function")
-        kept = sum(state_bytes(item) for stage in layout.stages for item in stage.kept)
+        calls = (node for node in self.facts.joint.module.graph.nodes if node.op == "call_function")
+        once = sum(map(layout.catalogue.seconds, calls))
+        kept = sum(layout.catalogue.state_bytes(item) for stage in layout.stages for item in stage.kept)
         return layout_seconds(layout) > 1.05 * once or kept > allowed / 16
 
     def _fitting(self, allowed: int, smallest: bool = False) -> Iterator[Found]:
@@ -187,7 +185,7 @@ class Search:
                 yield shrunk
         for level in self._levels()[-1:] if smallest else self._levels():
             layout = self.layout(max(0, level))
-            if level >= 0 and kept_bytes(layout) > allowed:
+            if level >= 0 and kept_bytes(layout, self.streamed) > allowed:
                 continue  # No chunk size makes room for what this level keeps.
             if layout_seconds(layout) >= best:
                 return  # The following ones are slower still.
@@ -258,7 +256,7 @@ class Search:
         # A single chunk needs no sums beside its values.
         starts = [self.plain(level, each) for each in sorted({size, self.sizes[0]})]
         best = min(starts, key=lambda found: found[1].peak_bytes)
-        low = kept_bytes(self.layout(max(0, level)))
+        low = kept_bytes(self.layout(max(0, level)), self.streamed)
         while best[1].peak_bytes - low > max(1, _EXACT * best[1].peak_bytes):
             allowed = (low + best[1].peak_bytes) // 2
             found = next(self._fitting(allowed, smallest=True), None)

@@ -22,7 +22,7 @@ from koila.ir.job import Job
 from koila.ir.node import HOOKS, Node, Value
 from koila.ir.prepass import prepass_of
 from koila.ir.replay import replay
-from koila.planning.memory import Projection
+from koila.planning.peak import Projection
 from koila.planning.tracker import FakeTracker
 
 OBJECT_BYTES = 384

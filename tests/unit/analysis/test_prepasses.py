@@ -8,7 +8,8 @@ import torch
 import koila
 from koila.analysis.prepasses import apply_symbolic_shapes, mean, reduce_dims
 from koila.analysis.split import analyse
-from koila.analysis.trace import Demand, trace
+from koila.analysis.trace import trace
+from koila.ir.job import Demand
 from koila.interfaces import BatchInfo
 
 

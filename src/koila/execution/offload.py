@@ -1,7 +1,7 @@
 """Offload: values that wait in a file (on a CPU), not in memory.
 
 *Takes* tensors. *Gives* handles, and the tensors again. The file has no name and is gone with the handle; the system
-writes it out while the run goes on. For an accelerator the shelf is pinned host memory (untested: no device here).
+writes it out while the run goes on. For an accelerator it is pinned host memory instead (untested: no device here).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _directory: ContextVar[str | None] = ContextVar("directory", default=None)
 
 
 @contextmanager
-def shelf_in(directory: str | None) -> Iterator[None]:
+def offload_in(directory: str | None) -> Iterator[None]:
     """A scope in which files are made in that directory."""
     token = _directory.set(directory)
     try:
@@ -39,8 +39,8 @@ def empty_in_file(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
     return flat.as_strided(tuple(shape), tuple(stride))
 
 
-def shelve(value: torch.Tensor) -> Any:
-    """Put a value on the shelf."""
+def offload(value: torch.Tensor) -> Any:
+    """Copy a value to a file."""
     if value.device.type != "cpu":
         return value.to("cpu", non_blocking=True).pin_memory(), value.device
     place = empty_in_file(value.shape, value.stride(), value.dtype)
@@ -48,8 +48,8 @@ def shelve(value: torch.Tensor) -> Any:
     return place, value.device
 
 
-def unshelve(handle: Any) -> torch.Tensor:
-    """A copy of a value on the shelf, in memory."""
+def fetch(handle: Any) -> torch.Tensor:
+    """A copy in memory of a value that was offloaded."""
     place, device = handle
     if device.type != "cpu":
         return place.to(device, non_blocking=True)

@@ -1,19 +1,22 @@
-"""Reuse: a result is written into the memory of an operand that nobody reads afterwards.
+"""Results in place: an operator writes its result into the memory of an operand that nobody reads afterwards.
 
-*Takes* a call. *Gives* the operands that it could be written into, and the form of its operator that does so. It costs
-nothing: the peak is lower by the result, and the system hands out fewer pages. Pointwise kernels allow it for every
-operand, operators with an in-place form for their first, a softmax along contiguous rows for every operand of the
-result's shape. `koila.planning.storages.reused` decides, for a whole body, where it is done.
+*Takes* an operation. *Gives* the operands that it could be written into, and the variant of its operator that does so.
+It costs nothing: the peak is lower by the result, and the system hands out fewer pages. Pointwise kernels allow it for
+every operand, operators with an in-place variant for their first, a softmax along contiguous rows for every operand of
+the result's shape. `koila.planning.aliasing.Overwrites` decides, for a whole schedule, where it is done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
+
+from koila.planning.forms import Form
+from koila.planning.operation import Operation, Ref
 
 aten = torch.ops.aten
 
@@ -48,7 +51,7 @@ class Variant:
 
 @cache
 def variant_of(target: Any) -> Variant | None:
-    """The form of an operator that writes into given memory and allocates none of its own."""
+    """The variant of an operator that writes into given memory and allocates none of its own."""
     if target in _IN_PLACE:
         return Variant(_IN_PLACE[target], None)
     if target in _SOFTMAXES:
@@ -85,50 +88,24 @@ def _in_place(target: Any) -> Variant | None:
     return Variant(overload, None) if same else None
 
 
-def _layout(value: torch.Tensor) -> tuple[Any, ...]:
-    return (tuple(value.shape), value.stride(), value.dtype, value.layout)
+def overwritable(operation: Operation, result: Any, operands: Sequence[Form | None]) -> tuple[int, ...]:
+    """The positions of operands whose memory a call could write its result into, if nobody needs them afterwards.
 
-
-def candidates(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Operands whose memory a call could write its result into, if they are not needed afterwards. Noted on the node.
-
-    The notes speak of operands by their number: they survive copying.
+    `operands` has a form for each operand that is all of its storage and was made by the schedule, and None for others.
     """
-    if "reusable" not in node.meta:
-        node.meta["reusable"] = _candidates(node)
-    operands = node.all_input_nodes
-    return tuple(operands[number] for number in node.meta["reusable"])
-
-
-def _candidates(node: fx.Node) -> tuple[int, ...]:
-    variant = variant_of(node.target)
-    value = node.meta.get("val")
-    if variant is None or not isinstance(value, torch.Tensor) or "fused" in node.meta or not _fills(value):
+    variant = variant_of(operation.target)
+    if variant is None or not isinstance(result, Form) or not result.is_dense or result.num_bytes == 0:
         return ()
-    last = value.ndim - 1
-    if node.target in _SOFTMAXES:
-        dim: Any = node.args[2 if "backward" in str(node.target) else 1]
-        if dim not in (-1, last) or not value.is_contiguous():
+    if operation.target in _SOFTMAXES:
+        dim = operation.args[2 if "backward" in str(operation.target) else 1]
+        if dim not in (-1, len(result.shape) - 1) or not result.is_contiguous:
             return ()
-    direct = [argument for argument in node.args if isinstance(argument, fx.Node)]
-    if variant.out is None:
-        direct = [argument for argument in node.args[:1] if isinstance(argument, fx.Node)]
-    found = []
-    for number, operand in enumerate(node.all_input_nodes):
-        other = operand.meta.get("val")
-        if operand not in direct or operand.op != "call_function" or not isinstance(other, torch.Tensor):
-            continue
-        if _fills(other) and _layout(other) == _layout(value) and not (other.is_conj() or other.is_neg()):
-            found.append(number)
-    return tuple(found)
-
-
-def _fills(value: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage, each element once."""
-    size = value.numel() * value.element_size()
-    return size > 0 and value.untyped_storage().nbytes() == size and not torch._debug_has_internal_overlap(value)
-
-
-def is_new(maker: fx.Node) -> bool:
-    """Whether a call certainly makes memory of its own; a reshape may give a view where sizes alone do not tell."""
-    return isinstance(maker.target, torch._ops.OpOverload) and maker.target is not aten.reshape.default
+    args = operation.args if variant.out is not None else operation.args[:1]
+    direct = {argument.position for argument in args if isinstance(argument, Ref)}
+    same = (result.shape, result.stride, result.dtype, False, False)
+    return tuple(
+        position
+        for position, form in enumerate(operands)
+        if form is not None and position in direct
+        if (form.shape, form.stride, form.dtype, form.is_conj, form.is_neg) == same
+    )

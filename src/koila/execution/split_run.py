@@ -17,14 +17,15 @@ from koila import events
 from koila.analysis.split import Facts, Item
 from koila.analysis.trace import Slot, slot_values
 from koila.analysis.types import Merged, Sliced, store_chunk
-from koila.execution.loops import Loop, compile_body
+from koila.execution.codegen import Loop, compile_schedule
+from koila.execution.offload import empty_in_file
 from koila.ir.draws import Source
 from koila.ir.graph import Graph
-from koila.planning.body import Body
-from koila.planning.memory import Projection
-from koila.planning.plan import Plan, is_joint, key_of
-from koila.planning.region import Region
-from koila.planning.shelf import empty_in_file
+from koila.planning.peak import Projection
+from koila.planning.phases import is_joint, key_of
+from koila.planning.plan import Plan, stream_source
+from koila.planning.schedule import Schedule
+from koila.planning.sub_plan import SubPlan
 
 Floats = Callable[[Sequence[Slot]], list[float]]
 """The floats of this step."""
@@ -36,7 +37,7 @@ class CompiledPlan:
     def __init__(self, plan: Plan, facts: Facts | None = None) -> None:
         self.plan = plan
         self.placeholders = [node for node in plan.facts.joint.module.graph.nodes if node.op == "placeholder"]
-        self.batch_dims = _batch_dims(facts or plan.facts)
+        self.batch_dims = (facts or plan.facts).batch_dims
         """By index of the joint graph's result, the dimension of those that plainly carry the batch: known from `facts`
         of the program when the plan does not cut it."""
         self.chunks = plan.chunks
@@ -44,24 +45,14 @@ class CompiledPlan:
         self.projected_bytes: int | None = None
         """What the run will allocate at its peak, where a byte budget asked for it."""
         self.projection: Projection | None = None
-        self._loops: dict[Body, Loop] = {}
+        self._loops: dict[Schedule, Loop] = {}
 
-    def code(self, body: Body) -> Loop:
+    def code(self, schedule: Schedule) -> Loop:
         """The function of a section or of a loop."""
-        found = self._loops.get(body)
+        found = self._loops.get(schedule)
         if found is None:
-            found = self._loops[body] = compile_body(body, RegionCode)
+            found = self._loops[schedule] = compile_schedule(schedule, SubPlanCode)
         return found
-
-
-def _batch_dims(facts: Facts) -> dict[int, int]:
-    output = next(node for node in facts.joint.module.graph.nodes if node.op == "output")
-    found = {}
-    for index, node in enumerate(output.args[0]):
-        kind = facts.types[node.name] if isinstance(node, fx.Node) else None
-        if isinstance(kind, Sliced) and kind == Sliced(kind.dim):
-            found[index] = kind.dim
-    return found
 
 
 class _Run:
@@ -70,7 +61,7 @@ class _Run:
     def __init__(self, compiled: CompiledPlan, floats: Floats, inputs: Sequence[Any], inner: bool = False) -> None:
         self.compiled, self.plan, self.floats = compiled, compiled.plan, floats
         self.inner = inner
-        """Whether it is a region of another run."""
+        """Whether it is a sub-plan of another run."""
         self.inputs = dict(zip(compiled.placeholders, inputs, strict=True))
         self.values: dict[Item, Any] = {}
         """Whole values, kept buffers, finished merges."""
@@ -98,16 +89,16 @@ class _Run:
         for _ in self._phase(len(self.plan.phases) - 1):
             yield self.values.pop(item)
 
-    def _section(self, body: Body, number: int) -> None:
+    def _section(self, schedule: Schedule, number: int) -> None:
         """Run Whole items, before a phase or after the last one."""
-        code = self.compiled.code(body)
+        code = self.compiled.code(schedule)
         wholes = [self._whole(item) for item in code.wholes]
         for item in self.plan.frees[2 * number]:
             self.values.pop(item, None)
         self._call(code, wholes, 0, 0)
 
     def _call(self, code: Loop, wholes: list[Any], start: int, stop: int) -> None:
-        """Run a body; the list is its own, it lets go of each value after its last use."""
+        """Run a schedule; the list is its own, it lets go of each value after its last use."""
         code.function(wholes, start, stop, self.floats(code.slots), _Sink(self, code, start, stop))
         for name, times in code.executed.items():
             events.count(f"executed::{name}", times)
@@ -119,7 +110,7 @@ class _Run:
         return found.whole() if isinstance(found, Source) else found
 
     def _whole(self, item: Item) -> Any:
-        """A whole value as bodies read it: random sources stay packed, they are opened chunk by chunk."""
+        """A whole value as schedules read it: random sources stay packed, they are opened chunk by chunk."""
         if item.kind == "input":
             return self.inputs[item.node]
         if item.node.op == "get_attr":
@@ -148,7 +139,7 @@ class _Run:
 
 
 class _Sink:
-    """Receives the values of a body that are merged, gathered, kept or stored."""
+    """Receives the values of a schedule that are merged, gathered, kept or stored."""
 
     def __init__(self, run: _Run, code: Loop, start: int, stop: int) -> None:
         self.run, self.code, self.start, self.stop = run, code, start, stop
@@ -195,17 +186,17 @@ def _dense(fake: torch.Tensor) -> tuple[int, ...]:
     return tuple(found)
 
 
-class RegionCode:
-    """A region of a body, ready to run."""
+class SubPlanCode:
+    """A sub-plan of a schedule, ready to run."""
 
-    def __init__(self, region: Region) -> None:
-        self.region, self.compiled = region, CompiledPlan(region.plan)
-        results = region.plan.facts.results
-        self.sums = [(number, index, key_of(results[number])) for number, index in region.into]  # type: ignore[arg-type]
+    def __init__(self, sub_plan: SubPlan) -> None:
+        self.sub_plan, self.compiled = sub_plan, CompiledPlan(sub_plan.plan)
+        results = sub_plan.plan.facts.results
+        self.sums = [(number, index, key_of(results[number])) for number, index in sub_plan.into]  # type: ignore[arg-type]
 
     def __call__(self, floats: list[float], sink: Any, *inputs: Any) -> list[Any]:
-        """The results; sums that the body adds up itself are added to its own."""
-        known = dict(zip(self.region.slots, floats, strict=True))
+        """The results; sums that the schedule adds up itself are added to its own."""
+        known = dict(zip(self.sub_plan.slots, floats, strict=True))
         run = _Run(self.compiled, lambda slots: [known[slot] for slot in slots], inputs, inner=True)
         begun = {}
         for number, index, item in self.sums:
@@ -243,10 +234,9 @@ def run_chunked(
 
 def stream_chunked(compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Run a plan for one result and hand out its chunks; a result that is not Sliced comes in one piece."""
-    result = next(item for item in compiled.plan.facts.results if item is not None)
     run = _Run(compiled, lambda slots: slot_values(graph, slots), inputs)
-    source = result.operands[0] if result.kind == "gather" else None
-    if source is None or source not in compiled.plan.phases[-1].targets:
+    source = stream_source(compiled.plan.layout)
+    if source is None:
         yield next(value for value in run_chunked(compiled, graph, inputs) if value is not None)
         return
     chunks = run.stream(source)

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
 from torch._ops import OpOverload
 
 import koila
 from benchmarks.witness import Watch, call_outside
-from koila.planning.body import Body, run_node, sink_value
-from koila.planning.reuse import _IN_PLACE, Variant, variant_of
-from koila.planning.storages import reused
+from koila.planning.in_place import _IN_PLACE, Variant, variant_of
 
 aten = torch.ops.aten
 LARGE = (64, 128)
@@ -146,7 +143,7 @@ def bytes_of_forms() -> dict[str, int]:
 
 
 def test_no_form_allocates_a_result() -> None:
-    found = call_outside("tests.unit.planning.test_reuse:bytes_of_forms")
+    found = call_outside("tests.unit.planning.test_in_place:bytes_of_forms")
     assert len(found) > 100
     assert {name: size for name, size in found.items() if size >= 32 * 1024} == {}
 
@@ -215,18 +212,3 @@ def test_what_is_read_later_stays(step: Step, size: int) -> None:
     for own, theirs in zip(values, expected, strict=True):
         torch.testing.assert_close(own, theirs)
     assert torch.equal(x, before)
-
-
-def test_what_is_handed_on_is_not_written_over_a_view() -> None:
-    """Not even by two calls in a row, of which the first may be."""
-    graph = fx.Graph()
-    names = {name: graph.placeholder(name) for name in ("w0", "start", "stop", "sink")}
-    names["w0"].meta["val"] = torch.empty(6, device="meta")
-    node = names["w0"]
-    for target, args in ((aten.neg.default, ()), (aten.view.default, ([2, 3],)), (aten.exp.default, ())):
-        node = graph.call_function(target, (node, *args))
-        node.meta["val"] = run_node(node)
-    last = graph.call_function(aten.tanh.default, (node,))
-    last.meta["val"] = run_node(last)
-    graph.call_function(sink_value, (names["sink"], 0, last))
-    assert list(reused(Body(graph, (), (), None))) == [node]

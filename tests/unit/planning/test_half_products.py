@@ -10,12 +10,13 @@ from torch._ops import OpOverload
 
 import koila
 from benchmarks.witness import Watch, call_outside
-from koila.planning import wide
-from koila.planning.wide import PRODUCTS, runs_wide, wide_bytes
+from koila.execution.kernels import HALF_PRODUCTS
+from koila.planning import half_products
+from koila.planning.half_products import PRODUCTS, float32_bytes, runs_in_float32
 
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
-NOT_NATIVE = pytest.mark.skipif(wide._is_native(), reason="this processor multiplies bfloat16 itself")
+NOT_NATIVE = pytest.mark.skipif(half_products._is_native(), reason="this processor multiplies bfloat16 itself")
 
 
 def operands(target: OpOverload, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -32,33 +33,33 @@ def test_the_error_is_that_of_the_kernel(target: OpOverload, dtype: torch.dtype)
     given = operands(target, dtype)
     exact = target(*(each.double() for each in given))
     error = lambda found: float((found.double() - exact).norm() / exact.norm())  # noqa: E731
-    found, own = PRODUCTS[target](*given), target(*given)
+    found, own = HALF_PRODUCTS[target](*given), target(*given)
     assert found.dtype is dtype and found.shape == own.shape
     assert error(found) <= 1.02 * error(own)
 
 
-def test_only_half_precision_is_widened() -> None:
+def test_only_half_precision_is_computed_in_float32() -> None:
     value = torch.ones(2, 2)
-    assert not any(runs_wide(target, value) for target in PRODUCTS)
-    assert not runs_wide(aten.add.Tensor, value.bfloat16())
+    assert not any(runs_in_float32(target, value) for target in PRODUCTS)
+    assert not runs_in_float32(aten.add.Tensor, value.bfloat16())
 
 
 def bytes_of_products() -> list[tuple[int, int]]:
     """(measured, counted) for each product; runs under the hook."""
     torch.set_num_threads(1)
     found = []
-    for target, product in PRODUCTS.items():
+    for target, product in HALF_PRODUCTS.items():
         given = operands(target, torch.bfloat16)
         result = product(*given)
         with Watch() as watch:
             kept = product(*given)
-        found.append((watch.peak_bytes - watch.kept_bytes, wide_bytes([*given, result])))
+        found.append((watch.peak_bytes - watch.kept_bytes, float32_bytes([*given, result])))
         del kept
     return found
 
 
 def test_the_bytes_are_counted() -> None:
-    for measured, counted in call_outside("tests.unit.planning.test_wide:bytes_of_products"):
+    for measured, counted in call_outside("tests.unit.planning.test_half_products:bytes_of_products"):
         assert measured <= counted + 8192
         assert counted <= 1.25 * measured + 8192
 

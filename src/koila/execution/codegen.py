@@ -1,0 +1,134 @@
+"""Code for schedules: each becomes one flat Python function.
+
+*Takes* a `Schedule`. *Gives* a function in which every value is freed or written over after its last use, and every
+merged, kept or stored value is handed on as soon as it exists. When a value is used for the last time and what is
+written over what, the schedule says: the code cannot do anything else than what was planned.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+
+from koila.analysis.split import Item
+from koila.analysis.trace import Slot, SlotArgument
+from koila.execution.kernels import add_product, kernel_of
+from koila.execution.offload import fetch, offload
+from koila.planning.in_place import variant_of
+from koila.planning.operation import Bound, Ref
+from koila.planning.schedule import Schedule
+from koila.planning.step import Kind, Step
+from koila.planning.sub_plan import SubPlan
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A compiled schedule."""
+
+    function: Callable[..., None]
+    """(whole values, first sample, sample after the last, slots, sink) → nothing; the sink gets (index, value)."""
+    wholes: tuple[Item, ...]
+    """Whole items that the schedule reads; kept items stand for their buffers."""
+    sinks: tuple[Item, ...]
+    """What each index of the sink is."""
+    slots: tuple[Slot, ...]
+    """The floats that it reads, which vary from step to step of a training loop."""
+    executed: Counter[str]
+    """How often each operator runs per call."""
+    source: str
+    """The text of the function."""
+
+
+class _Writer:
+    """Writes the function's text; objects that have no literal become its globals."""
+
+    def __init__(self, schedule: Schedule, sub_plan_code: Callable[[SubPlan], Callable[..., Any]]) -> None:
+        self.schedule, self.sub_plan_code = schedule, sub_plan_code
+        self.globals: dict[str, Any] = {}
+        self.known: dict[int, str] = {}
+        self.slots: dict[Slot, int] = {}
+        self.names = {value: f"w[{value}]" for value in range(len(schedule.inputs))}
+        self.executed: Counter[str] = Counter()
+
+    def write(self) -> Loop:
+        schedule, lines = self.schedule, list[str]()
+        for number, (step, dying) in enumerate(zip(schedule.steps, schedule.dying, strict=True)):
+            self.names[step.value] = f"v{number}"
+            lines.append(self._statement(step))
+            lines += [f"{self.names[value]} = None" for value in dying]
+        text = "def run(w, start, stop, slots, sink):\n    " + "\n    ".join(lines or ["pass"]) + "\n"
+        exec(compile(text, "<koila schedule>", "exec"), self.globals)
+        wholes: Any = schedule.wholes
+        sinks: Any = tuple(sink.key for sink in schedule.sinks)
+        return Loop(self.globals["run"], wholes, sinks, tuple(self.slots), self.executed, text)
+
+    def _statement(self, step: Step) -> str:
+        operands = [self.names[operand] for operand in step.operands]
+        if step.kind is Kind.HAND_ON:
+            return f"sink({step.sinks[0]}, {operands[0]})"
+        if step.kind is Kind.ADD_PRODUCT:
+            self._count(step.work.target)
+            first, second = (operands[argument.position] for argument in step.work.operation.args)
+            arguments = f"sink, {step.sinks[0]}, {first}, {second}, {step.work.is_transposed}"
+            return f"{self._constant(add_product)}({arguments})"
+        return f"{self.names[step.value]} = {self._call(step, operands)}"
+
+    def _call(self, step: Step, operands: list[str]) -> str:
+        if step.kind in (Kind.OFFLOAD, Kind.FETCH):
+            return f"{self._constant(offload if step.kind is Kind.OFFLOAD else fetch)}({operands[0]})"
+        operation = step.work.operation
+        arguments = [self._literal(value, operands) for value in operation.args]
+        if operation.target is operator.getitem:
+            return f"{arguments[0]}[{arguments[1]}]"
+        if step.kind is Kind.SUB_PLAN:
+            slots = [f"slots[{self._slot(slot)}]" for slot in operation.target.slots]
+            sink = "sink" if step.sinks else "None"
+            code = self._constant(self.sub_plan_code(operation.target))
+            return f"{code}([{', '.join(slots)}], {', '.join([sink, *arguments])})"
+        self._count(operation.target)
+        target = kernel_of(step.work)
+        over = self.schedule.overwritten.get(step.value)
+        if over is not None:
+            variant = variant_of(target)
+            assert variant is not None
+            target = variant.target
+            arguments += [] if variant.out is None else [f"{variant.out}={self.names[over]}"]
+        arguments += [f"{name}={self._literal(value, operands)}" for name, value in operation.kwargs.items()]
+        return f"{self._constant(target)}({', '.join(arguments)})"
+
+    def _count(self, target: Any) -> None:
+        if isinstance(target, torch._ops.OpOverload):
+            self.executed[str(target)] += 1
+
+    def _slot(self, slot: Slot) -> int:
+        return self.slots.setdefault(slot, len(self.slots))
+
+    def _literal(self, value: Any, operands: list[str]) -> str:
+        if isinstance(value, Ref):
+            return operands[value.position]
+        if isinstance(value, Bound):
+            return str(value.value)
+        if isinstance(value, SlotArgument):
+            return f"slots[{self._slot(value.slot)}]"
+        if isinstance(value, (list, tuple)):
+            return "[" + ", ".join(self._literal(item, operands) for item in value) + "]"
+        if value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value)):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        if id(value) not in self.known:
+            self.known[id(value)] = name = f"k{len(self.globals)}"
+            self.globals[name] = value
+        return self.known[id(value)]
+
+
+def compile_schedule(schedule: Schedule, sub_plan_code: Callable[[SubPlan], Callable[..., Any]]) -> Loop:
+    """The function of a schedule; `sub_plan_code` makes those of its sub-plans."""
+    return _Writer(schedule, sub_plan_code).write()

@@ -1,0 +1,189 @@
+"""The catalogue of a program: what planning works out about its items, once for all its plans.
+
+*Takes* the items and nodes of a program. *Gives* operations for whole values and for chunks, forms of whole values,
+expected seconds, and sinks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from koila.analysis.monoids import HALVES, Sum
+from koila.analysis.split import Facts, Item, arguments_by_name
+from koila.analysis.types import Merged, Sliced
+from koila.ir.tree import map_leaves
+from koila.planning.cost import node_seconds
+from koila.planning.forms import Drawn, Form, form_tree
+from koila.planning.operation import Operation, Ref
+from koila.planning.step import Destination, Sink
+
+aten = torch.ops.aten
+
+
+class Catalogue:
+    """What is known about the items of a program."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        placeholders = (node for node in facts.joint.module.graph.nodes if node.op == "placeholder")
+        kinds = zip(placeholders, facts.joint.inputs, strict=True)
+        self._draws = {node for node, found in kinds if found.kind == "draw"}
+        self._arguments: dict[fx.Node, dict[str, Any]] = {}
+        self._operations: dict[tuple[Item, int | None], Operation] = {}
+        self._seconds: dict[fx.Node, float] = {}
+        self._wholes: dict[Item, Any] = {}
+        self._state_bytes: dict[Item, int] = {}
+
+    def seconds(self, node: fx.Node) -> float:
+        """The expected time of a node on the whole batch."""
+        if node not in self._seconds:
+            self._seconds[node] = node_seconds(node)
+        return self._seconds[node]
+
+    def whole_form(self, item: Item) -> Any:
+        """The form of a whole value that schedules read."""
+        if item not in self._wholes:
+            self._wholes[item] = self._find_whole(item)
+        return self._wholes[item]
+
+    def _find_whole(self, item: Item) -> Any:
+        if item.node.op == "get_attr":
+            return form_tree(getattr(self.facts.joint.module, str(item.node.target)))
+        found = form_tree(item.node.meta["val"])
+        return Drawn(found) if item.kind == "input" and item.node in self._draws else found
+
+    def operation(self, item: Item, chunk: int | None) -> Operation:
+        """What an item calls: on whole values, or on a chunk of so many samples."""
+        ruling = item.ruling if item.kind == "chunk" else None
+        varies = ruling is not None and (bool(ruling.sizes) or ruling.rewrite is not None)
+        key = (item, chunk if varies else None)
+        if key not in self._operations:
+            self._operations[key] = self._whole_call(item) if ruling is None else self._chunk_call(item, chunk)
+        return self._operations[key]
+
+    def _named(self, node: fx.Node) -> dict[str, Any]:
+        """The arguments of a node by name, tensors numbered."""
+        if node not in self._arguments:
+            self._arguments[node] = _numbered(arguments_by_name(node))
+        return dict(self._arguments[node])
+
+    def _whole_call(self, item: Item) -> Operation:
+        node = item.node
+        if not isinstance(node.target, torch._ops.OpOverload):
+            args, kwargs = _numbered((node.args, dict(node.kwargs)))
+            return Operation(node.target, tuple(args), kwargs)
+        return _by_position(*as_reshape(node.target, self._named(node)))
+
+    def _chunk_call(self, item: Item, chunk: int | None) -> Operation:
+        ruling = item.ruling
+        assert ruling is not None and chunk is not None
+        arguments = self._named(item.node)
+        if ruling.sizes:
+            shape = chunk_shape(item, chunk)
+            arguments.update({name: list(shape) for name in ruling.sizes})
+        if ruling.rewrite is not None:
+            arguments = ruling.rewrite(arguments, chunk)
+        return _by_position(*as_reshape(ruling.target or item.node.target, arguments))
+
+    def sink(self, item: Item, streamed: Item | None = None) -> Sink:
+        """Where an item's value is handed on to."""
+        kind = first_type(item)
+        if isinstance(kind, Merged):
+            destination = Destination.MERGE
+        elif not isinstance(kind, Sliced):
+            destination = Destination.STORE
+        else:
+            destination = Destination.STREAM if item is streamed else Destination.GATHER
+        return Sink(item, destination, value_bytes(item), self.state_bytes(item), is_plain_sum(item))
+
+    def state_bytes(self, item: Item) -> int:
+        """The bytes of a merge that has begun; of a value that is not merged, its own."""
+        if item not in self._state_bytes:
+            self._state_bytes[item] = _state_bytes(item)
+        return self._state_bytes[item]
+
+
+def _numbered(tree: Any) -> Any:
+    count = iter(range(1 << 30))
+    return map_leaves(tree, lambda leaf: Ref(next(count)) if isinstance(leaf, fx.Node) else leaf)
+
+
+def _by_position(target: Any, arguments: dict[str, Any]) -> Operation:
+    """Positional arguments as the schema has them; one that a rewrite left out makes the following ones keywords."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return Operation(target, (), arguments)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.name in arguments:
+            if argument.kwarg_only or len(args) < place:
+                kwargs[argument.name] = arguments[argument.name]
+            else:
+                args.append(arguments[argument.name])
+    return Operation(target, tuple(args), kwargs)
+
+
+VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+def as_reshape(target: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A chunk may lie in memory otherwise than the whole value: a view becomes a reshape."""
+    if target not in VIEWS:
+        return target, arguments
+    return aten.reshape.default, {"self": arguments["self"], "shape": arguments["size"]}
+
+
+def needs_contiguous(operand: Item, target: Any) -> bool:
+    """Whether an operator is a kernel that was traced with this operand contiguous."""
+    if not isinstance(target, torch._ops.OpOverload) or target.is_view or torch.Tag.pointwise in target.tags:
+        return False
+    value = operand.node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.ndim < 2 or target is aten.reshape.default:
+        return False
+    return value.is_contiguous()
+
+
+def chunk_shape(item: Item, chunk: int) -> tuple[int, ...]:
+    """The shape that an item's type predicts for a chunk (of its first result)."""
+    value, kind = item.node.meta["val"], item.type
+    if isinstance(kind, tuple):
+        value, kind = value[0], kind[0]
+    shape = tuple(value.shape)
+    return kind.shape(shape, chunk) if isinstance(kind, Sliced) else shape
+
+
+def first_type(item: Item) -> Any:
+    """The split type of an item's first result."""
+    return item.type[0] if isinstance(item.type, tuple) else item.type
+
+
+def is_plain_sum(item: Item) -> bool:
+    """A merge by addition in the value's own dtype."""
+    return isinstance(item.type, Merged) and isinstance(item.type.monoid, Sum) and item.type.monoid.dtype is None
+
+
+def can_start_merge(form: Any, is_view: bool, num_bytes: int) -> bool:
+    """Whether a merge can start with a value itself, which lies in so many bytes, without a copy."""
+    return isinstance(form, Form) and form.dtype not in HALVES and not is_view and form.num_bytes == num_bytes
+
+
+def _tensors(item: Item) -> list[torch.Tensor]:
+    value = item.node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [each for each in values if isinstance(each, torch.Tensor) and each.layout == torch.strided]
+
+
+def value_bytes(item: Item) -> int:
+    """The bytes of a whole value."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(item))
+
+
+def _state_bytes(item: Item) -> int:
+    kind = first_type(item)
+    if not isinstance(kind, Merged):
+        return value_bytes(item)
+    wide = sum(t.numel() * (4 if t.dtype in HALVES else t.element_size()) for t in _tensors(item))
+    return wide if isinstance(kind.monoid, Sum) else 2 * wide

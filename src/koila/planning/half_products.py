@@ -1,0 +1,34 @@
+"""Products of half precision: computed in float32 where the processor has no instructions for them.
+
+*Takes* an operator and its operands. *Gives* whether its product is computed in float32, and the bytes that this needs
+beside the result. Both ways add up in float32 and round once: the numbers have the same error, and are had ten to a
+hundred times sooner than from the kernel for processors of this kind. `koila.execution.kernels` has the functions.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from koila.planning.workspace import HALF
+
+aten = torch.ops.aten
+
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+@cache
+def _is_native() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def runs_in_float32(target: Any, result: Any) -> bool:
+    """Whether a product with such a result is computed in float32."""
+    return target in PRODUCTS and isinstance(result, torch.Tensor) and result.dtype in HALF and not _is_native()
+
+
+def float32_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes for operands and result once more, in float32."""
+    return 4 * sum(tensor.numel() for tensor in tensors)

@@ -1,0 +1,52 @@
+"""Offload: values that wait in a file (on a CPU) or in the host's memory (on an accelerator), not in memory.
+
+*Takes* steps and plans. *Gives* what it costs to offload a value and fetch it, the steps that do so, and the plan whose
+kept values all lie in files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from koila.planning.rates import CALL, FRESH, copy_seconds, fresh_bytes
+from koila.planning.step import Kind, Step
+
+if TYPE_CHECKING:
+    from koila.planning.plan import Plan
+
+_BYTES_PER_SECOND = 1e9
+"""To the file, and back."""
+
+
+def can_offload(step: Step) -> bool:
+    """Whether the value of a step can be offloaded: it is one tensor that fills its storage."""
+    return len(step.places) == 1 and step.fills_storage and not step.is_view
+
+
+def offload_seconds(num_bytes: int) -> float:
+    """What it costs to offload so many bytes and to fetch them again."""
+    return 2 * num_bytes / _BYTES_PER_SECOND + 10 * CALL
+
+
+def offload_step(number: int, step: Step, value: int, num_bytes: int) -> Step:
+    """The step that offloads the value that `step` gave and that now has the number `value`; it gives a handle."""
+    work = None if step.work is None else step.work.offloaded()
+    return Step(
+        number, (value,), (0,), seconds=copy_seconds(num_bytes), makes_memory=False, holds_operands=True,
+        fills_storage=False, kind=Kind.OFFLOAD, work=work,
+    )  # fmt: skip
+
+
+def fetch_step(number: int, step: Step, handle: int, num_bytes: int) -> Step:
+    """The step that fetches the value that `step` gave."""
+    fresh, work = fresh_bytes(num_bytes), None if step.work is None else step.work.fetched()
+    return Step(
+        number, (handle,), (num_bytes,), seconds=copy_seconds(num_bytes) + fresh / FRESH, fresh_bytes=fresh,
+        makes_memory=False, holds_operands=True, kind=Kind.FETCH, work=work,
+    )  # fmt: skip
+
+
+def keep_in_files(plan: Plan) -> Plan:
+    """The plan with everything that is kept between phases in files."""
+    return replace(plan, offloaded=frozenset(item for phase in plan.phases for item in phase.kept))

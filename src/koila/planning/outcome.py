@@ -1,0 +1,167 @@
+"""Outcomes: what a call on chunks gives and costs, found by running it on meta tensors.
+
+*Takes* an operation and the layouts of its operands. *Gives* an `Outcome`: the layout of the result, which operands it
+shares memory with, workspace and seconds. Layers of one shape ask once: what is known of a call of PyTorch's operators
+is kept for equal ones.
+
+Running each call on meta tensors is the check that every chunk has the shape its type predicts (Rule 3). That is
+several times faster than on fake ones, which are asked where an operator has no kernel for meta tensors.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from koila.analysis.rules.reduce import chunk_moments, moments_bytes
+from koila.ir.cache import Cache
+from koila.ir.tree import leaves, map_leaves
+from koila.planning.cost import call_seconds, large_bytes
+from koila.planning.forms import Drawn, Form, form_tree, forms_of, like, meta_tree
+from koila.planning.half_products import float32_bytes, runs_in_float32
+from koila.planning.operation import HELPERS, Operation, slice_whole
+from koila.planning.step import Place
+from koila.planning.workspace import retained_bytes, workspace_bytes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call gives and costs."""
+
+    form: Any
+    """The result: a `Form`, or a tuple or list of them."""
+    places: tuple[Place, ...]
+    """For each result, the bytes of the storage that it makes, or (operand, place) of the storage that it shares."""
+    views: tuple[bool, ...]
+    """For each result, whether PyTorch calls it a view."""
+    inside_bytes: int
+    retained_bytes: int
+    seconds: float
+    fresh_bytes: int
+    in_float32: bool
+
+
+_known: Cache[Outcome] = Cache("outcome_cache", 16384)
+
+
+def outcome_of(operation: Operation, operands: list[Any], chunk: int, whole: Any = None) -> Outcome:
+    """What a call gives for operands of these forms; `whole` is its result for the whole batch, if there is one."""
+    target = operation.target
+    overload = isinstance(target, torch._ops.OpOverload)
+    if not (overload or target in HELPERS) or not all(_is_form(leaf) for leaf in leaves(operands)):
+        return _find(operation, operands, chunk, whole)
+    key = (operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
+    return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole))
+
+
+def _is_form(leaf: Any) -> bool:
+    return not isinstance(leaf, torch.Tensor)
+
+
+def _hashable(tree: Any) -> Any:
+    return tuple(map(_hashable, tree)) if isinstance(tree, (list, tuple)) else tree
+
+
+def _find(operation: Operation, operands: list[Any], chunk: int, whole: Any) -> Outcome:
+    metas = meta_tree(operands)
+    args, kwargs = operation.applied(metas, start=0, stop=chunk)
+    plain = _pointwise(operation.target, operands, whole)
+    value = _run(operation.target, args, kwargs) if plain is None else plain
+    places, views = _aliases(value, metas)
+    inside, retained = _workspaces(operation.target, args, kwargs, value, metas)
+    in_float32 = runs_in_float32(operation.target, value)
+    seconds, fresh = call_seconds(operation.target, args, kwargs, value), large_bytes(value)
+    return Outcome(form_tree(value), places, views, inside, retained, seconds, fresh, in_float32)
+
+
+def _run(target: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("device") is not None:
+        kwargs["device"] = "meta"
+    try:
+        return target(*args, **kwargs)
+    except NotImplementedError:
+        return _run_on_fakes(target, args, kwargs)
+
+
+def _run_on_fakes(target: Any, args: Any, kwargs: Any) -> Any:
+    with FakeTensorMode():
+        fake = lambda leaf: like(leaf, "cpu") if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        result = target(*map_leaves(args, fake), **map_leaves(kwargs, fake))
+    return map_leaves(result, lambda leaf: like(leaf, "meta") if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def _pointwise(target: Any, operands: list[Any], whole: Any) -> torch.Tensor | None:
+    """The value of a pointwise call on contiguous operands, without asking PyTorch: most calls are of this kind."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags or target.is_view:
+        return None
+    if not isinstance(whole, torch.Tensor) or target._schema.is_mutable:
+        return None
+    if not all(isinstance(operand, Form) and operand.is_contiguous for operand in operands):
+        return None
+    shapes = {operand.shape for operand in operands}
+    shape = max(shapes, key=len, default=())
+    if any(size != 1 and size != shape[place] for other in shapes for place, size in enumerate(other, -len(other))):
+        return None
+    return torch.empty(shape, dtype=whole.dtype, device="meta")
+
+
+def _tensors(value: Any) -> list[torch.Tensor | None]:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [each if isinstance(each, torch.Tensor) and each.layout == torch.strided else None for each in values]
+
+
+def _aliases(value: Any, metas: list[Any]) -> tuple[tuple[Place, ...], tuple[bool, ...]]:
+    """Where the results of a call lie, and which of them are views."""
+    known: dict[int, tuple[int, int]] = {}
+    for number, operand in enumerate(metas):
+        for place, tensor in enumerate(_tensors(operand)):
+            if tensor is not None:
+                known.setdefault(tensor.untyped_storage()._cdata, (number, place))
+    places: list[Place] = []
+    for tensor in _tensors(value):
+        storage = None if tensor is None else tensor.untyped_storage()
+        shared = None if storage is None else known.get(storage._cdata)
+        places.append((0 if storage is None else storage.nbytes()) if shared is None else shared)
+    return tuple(places), tuple(tensor is not None and tensor._is_view() for tensor in _tensors(value))
+
+
+_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
+
+
+def _workspaces(target: Any, args: Any, kwargs: Any, value: Any, metas: list[Any]) -> tuple[int, int]:
+    """What a call allocates in its kernel, and what of it stays alive with its results."""
+    if target is slice_whole:
+        # Bits are opened to bytes in blocks.
+        return (value.numel() if isinstance(args[0], Drawn) else 0), 0
+    if target is chunk_moments:
+        return moments_bytes(metas[0]), 0
+    if not isinstance(target, torch._ops.OpOverload):
+        return 0, 0
+    if runs_in_float32(target, value):
+        return float32_bytes([*metas, value]), 0
+    types = {leaf.dtype for leaf in (*metas, value) if isinstance(leaf, torch.Tensor)}
+    if target.is_view or (torch.Tag.pointwise in target.tags and len(types) == 1):
+        return 0, 0
+    return _ask_table(target, args, kwargs, value)
+
+
+def _ask_table(target: Any, *call: Any) -> tuple[int, int]:
+    on_cpu = target in _CONVOLUTIONS  # The choice of a kernel depends on the device.
+    with FakeTensorMode() if on_cpu else nullcontext():
+        if on_cpu:
+            call = map_leaves(call, lambda leaf: like(leaf, "cpu") if isinstance(leaf, torch.Tensor) else leaf)
+        args, kwargs, result = call
+        hidden = workspace_bytes(target, args, result, kwargs)
+        return hidden, retained_bytes(target, args, result, kwargs)
+
+
+def storage_bytes(form: Any) -> list[int]:
+    """By place, the bytes of the storage of a value that comes from outside."""
+    return [0 if each is None else each.extent_bytes for each in forms_of(form)]

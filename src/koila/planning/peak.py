@@ -1,0 +1,287 @@
+"""Bytes: which storages are alive at every step of a schedule, and what a plan needs at its peak.
+
+*Takes* schedules and plans. *Gives* their peaks, and what stands there. A storage dies with the last value in it, or
+when a result is written over it; a merge that has begun is there while its loop goes on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from koila._bytes import format_bytes
+from koila.planning.schedule import Schedule, once_per_schedule
+from koila.planning.step import Destination, Kind, Sink, Step
+
+if TYPE_CHECKING:
+    from koila.planning.plan import Phase, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The worst moment of a schedule."""
+
+    num_bytes: int
+    """Alive at that moment, of what the schedule made."""
+    position: int
+    """The position of the step that runs then."""
+    alive: tuple[int, ...]
+    """The storages that are alive."""
+
+
+class _Lives:
+    """From which to which step each storage of a schedule lives."""
+
+    def __init__(self, schedule: Schedule, is_first: bool) -> None:
+        self.schedule, self.storages = schedule, schedule.storages
+        self.begins: dict[int, int] = {}
+        """By position, bytes that appear there and stay: merges that begin."""
+        self.last = list(schedule.last_use_of_storage)
+        self._stream()
+        if is_first:
+            self._start_merges()
+        self.ends: dict[int, list[int]] = {}
+        for storage in range(self.storages.num_outside, len(self.last)):
+            self.ends.setdefault(self.last[storage], []).append(storage)
+
+    def _stream(self) -> None:
+        """What is handed out to the caller is there until the chunk is done."""
+        for step in self.schedule.steps:
+            if step.kind is Kind.HAND_ON and self._sink(step).destination is Destination.STREAM:
+                self._keep(step.operands[0])
+
+    def _start_merges(self) -> None:
+        """What is stored or starts a merge stays alive; what is added to a sum that has begun does not."""
+        begun: set[int] = set()
+        for position, step in enumerate(self.schedule.steps):
+            if not step.sinks or self._sink(step).destination in (Destination.GATHER, Destination.STREAM):
+                continue
+            fresh = [index for index in step.sinks if index not in begun]
+            begun.update(fresh)
+            if step.kind is not Kind.HAND_ON:
+                self.begins[position] = sum(self.schedule.sinks[index].state_bytes for index in fresh)
+            elif fresh and (self._sink(step).destination is Destination.STORE or step.starts_merge):
+                self._keep(step.operands[0])
+            elif fresh:
+                self.begins[position] = self._sink(step).state_bytes
+
+    def _sink(self, step: Step) -> Sink:
+        return self.schedule.sinks[step.sinks[0]]
+
+    def _keep(self, value: int) -> None:
+        for storage in self.storages.of[value]:
+            self.last[storage] = len(self.schedule.steps)
+
+    def walk(self) -> Iterator[tuple[int, dict[int, None]]]:
+        """For each step, the bytes alive while it runs, and the storages that they are."""
+        sizes, made_by, of = self.storages.num_bytes, self.storages.made_by, self.storages.of
+        overwritten, begins, ends = self.schedule.overwritten, self.begins, self.ends
+        alive: dict[int, None] = {}
+        now = 0
+        for position, step in enumerate(self.schedule.steps):
+            if step.value in overwritten:
+                (storage,) = of[overwritten[step.value]]
+                del alive[storage]
+                now -= sizes[storage]
+            for storage in made_by[step.value]:
+                alive[storage] = None
+                now += sizes[storage]
+            now += begins.get(position, 0)
+            yield now + step.inside_bytes, alive
+            for storage in ends.get(position, ()):
+                if storage in alive:
+                    del alive[storage]
+                    now -= sizes[storage]
+
+
+def peak_of(schedule: Schedule, is_first: bool = False) -> Peak:
+    """The worst moment of a schedule; `is_first`: what it hands on stays alive, it starts the merges or is stored."""
+    return _first_peak(schedule) if is_first else _later_peak(schedule)
+
+
+@once_per_schedule
+def _first_peak(schedule: Schedule) -> Peak:
+    return _worst(_Lives(schedule, is_first=True))
+
+
+@once_per_schedule
+def _later_peak(schedule: Schedule) -> Peak:
+    return _worst(_Lives(schedule, is_first=False))
+
+
+def _worst(lives: _Lives) -> Peak:
+    found = Peak(0, 0, ())
+    for position, (now, alive) in enumerate(lives.walk()):
+        if now > found.num_bytes:
+            found = Peak(now, position, tuple(alive))
+    return found
+
+
+def peak_alone(schedule: Schedule) -> Peak:
+    """The worst moment that a lever inside the schedule can change: a section stores what it hands on."""
+    return peak_of(schedule, schedule.chunk is None)
+
+
+def totals(schedule: Schedule) -> list[int]:
+    """The bytes alive at each step of a schedule."""
+    return [now for now, _ in _Lives(schedule, schedule.chunk is None).walk()]
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The bytes that a run allocates at its peak."""
+
+    peak_bytes: int
+    """Transients, merges, kept values, results and gradients."""
+    largest: str
+    """What stands at the peak."""
+    section: int = 0
+    """The section of the plan with the peak."""
+    resident: tuple[int, ...] = ()
+    """For each section, the bytes that are there beside what its schedule makes."""
+    kinds: tuple[tuple[str, int], ...] = ()
+    """What stands at the peak: (kind, bytes), together `peak_bytes`."""
+    recorded: int | None = None
+    """The recorded call that made the largest value at the peak; None in a backward pass."""
+
+
+class _Residents:
+    """Whole values that are alive between sections; views share their storage."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[Hashable, frozenset[Hashable]] = {}
+        """By value, the storages that it lies in."""
+        self.sizes: dict[Hashable, int] = {}
+
+    def add(self, key: Hashable, num_bytes: int) -> None:
+        self.tokens[key] = frozenset([key])
+        self.sizes[key] = num_bytes
+
+    def add_stored(self, schedule: Schedule, keys: list[Hashable], section: int) -> None:
+        """What a section stores; `keys` are those of the values that it reads."""
+        storages = schedule.storages
+        for step in schedule.steps:
+            if step.kind is Kind.HAND_ON:
+                tokens: set[Hashable] = set()
+                for storage in storages.of[step.operands[0]]:
+                    if storage >= storages.num_outside:
+                        self.sizes[section, storage] = storages.num_bytes[storage]
+                        tokens.add((section, storage))
+                    else:
+                        tokens |= self.tokens.get(keys[storages.owners[storage][0]], frozenset())
+                self.tokens[schedule.sinks[step.sinks[0]].key] = frozenset(tokens)
+
+    def free(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
+            self.tokens.pop(key, None)
+
+    def num_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.by_key())
+
+    def by_key(self) -> Iterator[tuple[Hashable, int]]:
+        """Each storage once, with the first value that holds it."""
+        seen: set[Hashable] = set()
+        for key, tokens in self.tokens.items():
+            for token in tokens - seen:
+                seen.add(token)
+                yield key, self.sizes[token]
+
+
+class _Projector:
+    """Walks through the sections of a plan and remembers the worst moment."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.here, self.resident = plan, _Residents(), list[int]()
+        self.best = Projection(0, "nothing")
+        self.result_kinds = plan.result_kinds
+
+    def run(self) -> Projection:
+        for number, phase in enumerate(self.plan.phases):
+            self._section(phase.before, 2 * number)
+            self._loop(phase, 2 * number + 1)
+        self._section(self.plan.after, 2 * len(self.plan.phases))
+        return replace(self.best, resident=tuple(self.resident))
+
+    def _section(self, schedule: Schedule, section: int) -> None:
+        # What the section reads for the last time is alive until then.
+        self.resident.append(self.here.num_bytes())
+        self._consider(schedule, self.resident[-1], True, section)
+        self.here.add_stored(schedule, [self.plan.key_of(whole) for whole in schedule.wholes], section)
+        self.here.free(self.plan.frees[section])
+
+    def _loop(self, phase: Phase, section: int) -> None:
+        plan, here = self.plan, self.here
+        for sink in phase.sinks:
+            if sink.destination is Destination.GATHER:
+                here.add(sink.key, 0 if sink.key in plan.offloaded else sink.value_bytes)
+        merged = [sink for sink in phase.sinks if sink.destination is Destination.MERGE]
+        states = sum(sink.state_bytes for sink in merged)
+        base = here.num_bytes()
+        pieces = max(map(_handed_out, phase.loops.values()), default=0)
+        self.resident.append(base + states + pieces)
+        sizes = [stop - start for start, stop in plan.chunks]
+        for size, schedule in phase.loops.items():
+            if size == sizes[0]:
+                self._consider(schedule, base, True, section)
+            if size in sizes[1:]:  # The sums are there by then, and the caller holds the chunk before.
+                self._consider(schedule, base + states + pieces, False, section, merged, pieces)
+        for sink in merged:
+            here.add(sink.key, sink.value_bytes)
+        here.free(plan.frees[section])
+
+    def _consider(
+        self, schedule: Schedule, base: int, is_first: bool, section: int, merging: Iterable[Sink] = (), pieces: int = 0
+    ) -> None:
+        peak = peak_of(schedule, is_first)
+        if base + peak.num_bytes <= self.best.peak_bytes:
+            return
+        kinds: Counter[str] = Counter({"results": pieces})
+        for sink in merging:
+            kinds[self.result_kinds.get(self.plan.key_of(sink.key), "merges")] += sink.state_bytes
+        for key, size in self.here.by_key():
+            kinds[self.result_kinds.get(key, "kept values")] += size
+        hidden = schedule.steps[peak.position].inside_bytes if schedule.steps else 0
+        kinds["workspace"] += hidden
+        kinds["activations"] += peak.num_bytes - hidden
+        found = tuple((kind, size) for kind, size in sorted(kinds.items()) if size)
+        text, recorded = describe(schedule, peak)
+        self.best = Projection(base + peak.num_bytes, text, section, kinds=found, recorded=recorded)
+
+
+def project(plan: Plan) -> Projection:
+    """The peak of a plan: at every step of every section."""
+    return _Projector(plan).run()
+
+
+def _handed_out(schedule: Schedule) -> int:
+    """The bytes of a chunk that the caller holds while the next one is computed."""
+    handed = [step for step in schedule.steps if step.kind is Kind.HAND_ON]
+    streamed = [s.operands[0] for s in handed if schedule.sinks[s.sinks[0]].destination is Destination.STREAM]
+    return sum(schedule.storages.num_bytes[storage] for value in streamed for storage in schedule.storages.of[value])
+
+
+def describe(schedule: Schedule, peak: Peak) -> tuple[str, int | None]:
+    """What stands at a peak: the step, and the largest value alive with the recorded call that it comes from."""
+    if not schedule.steps:
+        return "nothing", None
+    text, recorded = _title(schedule, schedule.steps[peak.position])
+    sizes = schedule.storages.value_bytes
+    largest = max(peak.alive, key=sizes.__getitem__, default=None)
+    if largest is None:
+        return text, recorded
+    value, place = schedule.storages.owners[largest]
+    maker = schedule.steps[schedule.position[value]]
+    title, recorded = _title(schedule, maker)
+    shape = [] if maker.work is None else list(maker.work.shape(place))
+    size = format_bytes(sizes[largest])
+    return f"{text}; the largest value there is {title} {shape} ({size})", recorded
+
+
+def _title(schedule: Schedule, step: Step) -> tuple[str, int | None]:
+    if step.kind is Kind.HAND_ON and step.operands[0] in schedule.position:
+        step = schedule.steps[schedule.position[step.operands[0]]]
+    if step.work is None:
+        return f"step {step.value}", None
+    return step.work.label, step.work.recorded
