@@ -11,7 +11,7 @@ from koila._budget import budget
 from koila.capture.eager import EagerTensor
 from koila.capture.lazy import LazyTensor
 from koila.capture.lookup import lookup_function, lookup_method
-from koila.capture.recorder import lazy_forward
+from koila.capture.record import lazy_forward
 from koila.errors import (
     AnalysisError,
     BudgetError,

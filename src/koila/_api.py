@@ -15,10 +15,11 @@ from koila import events
 from koila._budget import current_budget, read_bytes
 from koila.analysis.custom import add_rule
 from koila.analysis.trace import Demand
+from koila.capture.bridge import Bridge
 from koila.capture.eager import EagerTensor
 from koila.capture.inputs import make_lazy
 from koila.capture.lazy import LazyTensor
-from koila.capture.recorder import Bridge, recorder
+from koila.capture.pending import recorder
 from koila.execution.engine import Engine
 from koila.execution.planned import PlannedRun, plan_values
 from koila.execution.programs import NotSplittable, Program, forget_plans

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from koila import events
+from koila.capture.bridge import Bridge
 from koila.capture.lazy import LazyTensor
-from koila.capture.recorder import Bridge, input_value, lazy_forward, scan_call
+from koila.capture.record import input_value, lazy_forward
+from koila.capture.scan import scan_call
 from koila.interfaces import BatchInfo
 from koila.ir.infer import compute_shape, infer
 from koila.ir.prepass import prepass_of

@@ -13,7 +13,7 @@ import torch
 from koila.capture.eager import EagerTensor
 from koila.capture.lazy import LazyTensor
 from koila.capture.patches import install
-from koila.capture.recorder import input_value
+from koila.capture.record import input_value
 from koila.errors import CaptureError
 from koila.ir.source import user_site
 from koila.ir.tree import rebuild

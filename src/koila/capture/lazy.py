@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 import torch
 
 from koila import events
+from koila.capture.bridge import Bridge
 from koila.capture.lookup import lookup_function
-from koila.capture.recorder import Bridge, input_value, realize
+from koila.capture.record import input_value, realize
 from koila.errors import CaptureError
 from koila.interfaces import BatchInfo
 from koila.ir.node import Value

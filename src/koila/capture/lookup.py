@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from koila.capture.recorder import Bridge, lazy_forward, realize, record, scan_call
+from koila.capture.bridge import Bridge
+from koila.capture.record import lazy_forward, realize, record
+from koila.capture.scan import scan_call
 from koila.errors import CaptureError
 from koila.ir.node import Value
 from koila.ir.prepass import Inference, Output, prepass_of

@@ -16,7 +16,9 @@ import torch.utils.checkpoint
 from torch.nn.parallel import distributed
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from koila.capture.recorder import Bridge, lazy_forward, realize, recorder
+from koila.capture.bridge import Bridge
+from koila.capture.pending import recorder
+from koila.capture.record import lazy_forward, realize
 from koila.ir.tree import leaves
 
 

@@ -20,7 +20,7 @@ from koila import events
 from koila._budget import Budget, current_budget, default_bytes, result_bytes
 from koila.analysis.trace import Demand
 from koila.capture.lookup import BackwardRequest
-from koila.capture.recorder import Recorder
+from koila.capture.pending import Recorder
 from koila.errors import StaleInputError
 from koila.execution.evaluation import Evaluation, connected_leaves
 from koila.execution.memory import give_back, is_out_of_memory

@@ -1,4 +1,4 @@
-"""The recorder: one torch call with lazy operands in, one node and its lazy results out.
+"""Recording: one torch call with lazy operands in, one node and its lazy results out.
 
 *Takes* a function and its arguments. *Gives* lazy results. Inference is asked of the trie first (the program repeats
 an earlier one), then of the shape cache, then of fake tensors.
@@ -6,226 +6,26 @@ an earlier one), then of the shape cache, then of fake tensors.
 
 from __future__ import annotations
 
-import itertools
-import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from koila import events
-from koila.interfaces import Realizer
+from koila.capture.bridge import Bridge
+from koila.capture.pending import recorder
+from koila.capture.scan import Scan, scan_call, shape_key, trie_key
 from koila.ir.draws import draw
 from koila.ir.infer import HIDDEN_WRITERS, compute_shape, infer
 from koila.ir.node import Node, Storage, Value, function_name, version_of
-from koila.ir.prepass import Inference, Output, PrePass, prepass_of
+from koila.ir.prepass import Inference, Output, prepass_of
 from koila.ir.replay import Context, current_context
 from koila.ir.source import user_site
-from koila.ir.tree import map_leaves, rebuild
-from koila.ir.trie import TrieCache
+from koila.ir.tree import map_leaves
 
 MAX_DEPTH = 10_000
 """A longer chain of pending calls is cut: its end is run."""
-
-_T = torch.Tensor
-SLOT_FUNCTIONS = {
-    torch.mul, torch.div, torch.add, torch.sub, _T.mul, _T.div, _T.add, _T.sub, _T.mul_, _T.div_, _T.add_, _T.sub_,
-    _T.__mul__, _T.__rmul__, _T.__imul__, _T.__add__, _T.__radd__, _T.__iadd__, _T.__sub__, _T.__rsub__,
-    _T.__isub__, _T.__truediv__, _T.__rtruediv__, _T.__itruediv__, F.batch_norm,
-}  # fmt: skip
-"""Functions that use their Python floats as they are (or one minus them): such a float may vary between steps."""
-
-
-class Scan(NamedTuple):
-    """A call's arguments, taken apart."""
-
-    args: Any
-    kwargs: Any
-    operands: list[Value | torch.Tensor]
-    originals: list[torch.Tensor]
-    statics: list[Any]
-    slots: list[float]
-
-
-class Unhashable(Exception):
-    """An argument that cannot be part of a key."""
-
-
-_epochs = itertools.count()
-
-
-class _Place(threading.local):
-    """Where a thread stands in its program, and what it has recorded."""
-
-    def __init__(self) -> None:
-        self.trie = TrieCache()
-        self.epoch = next(_epochs)
-        self.count = 0
-        self.effects: list[Node] = []
-        self.tape: list[weakref.ref[Node]] = []
-
-
-class Recorder:
-    """What each thread has recorded and not run yet; a value may be recorded in one thread and run in another."""
-
-    def __init__(self) -> None:
-        self.place = _Place()
-        self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
-        """Storages of real tensors that values or pending calls hold, by their address."""
-
-    def new_epoch(self) -> None:
-        """A run has happened: the next recorded call starts a new program."""
-        self.place.trie.reset_current()
-        self.place.epoch = next(_epochs)
-        self.place.count = 0
-        self.place.tape = [weakref.ref(node) for node in self.pending()]
-
-    @property
-    def effects(self) -> list[Node]:
-        """Writes to real tensors that this thread recorded and nobody has done: they run with its next run."""
-        place = self.place
-        place.effects = [node for node in place.effects if node.due]
-        return place.effects
-
-    def pending(self) -> list[Node]:
-        """Nodes that this thread recorded, that have not run, and that anything still refers to; in order."""
-        return [node for reference in self.place.tape if (node := reference()) is not None and not node.done]
-
-    def forget_effects(self) -> None:
-        """The writes that this thread has pending will not be done."""
-        for node in self.effects:
-            node.due = False
-
-    def note(self, node: Node) -> None:
-        """A node was recorded."""
-        self.place.tape.append(weakref.ref(node))
-
-    def note_effect(self, node: Node) -> None:
-        """A recorded node writes to a real tensor."""
-        if not node.due:
-            node.due = True
-            self.place.effects.append(node)
-
-    def storage_of(self, operand: Value | torch.Tensor, register: bool = False) -> Storage | None:
-        """The storage of an operand; a real tensor has one only if a pending call writes to it."""
-        if isinstance(operand, Value):
-            return operand.storage
-        if not register and not self.real_storages:
-            return None
-        key = operand.untyped_storage()._cdata if operand.layout == torch.strided else id(operand)
-        found = self.real_storages.get(key)
-        if found is None and register:
-            found = self.real_storages[key] = Storage(real=True)
-        return found
-
-
-recorder = Recorder()
-
-
-class Bridge:
-    """What capture needs from elsewhere: the class of lazy tensors and the realizer; set once at import."""
-
-    lazy_type: type[Any]
-    eager_type: type[Any]
-    realizer: Realizer
-
-
-def _scan_leaf(leaf: Any, scan: Scan, slotted: bool) -> Any:
-    kind = type(leaf)
-    if kind is Bridge.lazy_type:
-        scan.operands.append(leaf._value)
-        scan.originals.append(leaf)
-        scan.statics.append(_TENSOR)
-        return leaf._value
-    if isinstance(leaf, torch.Tensor):
-        real: torch.Tensor = leaf.run() if kind is Bridge.eager_type else leaf  # type: ignore[attr-defined]
-        scan.operands.append(real)
-        scan.originals.append(real)
-        scan.statics.append(_TENSOR)
-        return real
-    if kind is float and slotted:
-        scan.slots.append(leaf)
-        scan.statics.append(_SLOT)
-        return leaf
-    if kind in _NUMBERS:
-        scan.statics.append((kind, leaf))
-    else:
-        try:
-            hash(leaf)
-        except TypeError as error:
-            raise Unhashable from error
-        scan.statics.append(leaf)
-    return leaf
-
-
-_TENSOR, _SLOT = object(), object()
-_NUMBERS = frozenset({bool, int, float, complex})
-
-
-def _scan_tree(tree: Any, scan: Scan, slotted: bool) -> Any:
-    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        scan.statics.append((type(tree), len(tree)))
-        return rebuild(type(tree), [_scan_tree(item, scan, slotted) for item in tree])
-    if isinstance(tree, dict):
-        scan.statics.append((dict, tuple(tree)))
-        return {name: _scan_tree(item, scan, slotted) for name, item in tree.items()}
-    if isinstance(tree, slice):
-        scan.statics.append(slice)
-        return slice(*[_scan_tree(item, scan, slotted) for item in (tree.start, tree.stop, tree.step)])
-    return _scan_leaf(tree, scan, slotted)
-
-
-def scan_call(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Scan, bool]:
-    """Take a call apart; the flag says whether it can be cached."""
-    slotted = func in SLOT_FUNCTIONS
-    scan = Scan(None, None, [], [], [], [])
-    try:
-        new_args = tuple([_scan_tree(item, scan, slotted) for item in args])
-        new_kwargs = {}
-        for name, item in kwargs.items():
-            scan.statics.append(name)
-            new_kwargs[name] = _scan_tree(item, scan, slotted)
-        return scan._replace(args=new_args, kwargs=new_kwargs), True
-    except Unhashable:
-        scan = Scan(None, None, [], [], [], [])
-        take = lambda leaf: _take_operand(leaf, scan)  # noqa: E731
-        return scan._replace(args=map_leaves(args, take), kwargs=map_leaves(kwargs, take)), False
-
-
-def _take_operand(leaf: Any, scan: Scan) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    real = leaf.run() if isinstance(leaf, Bridge.eager_type) else leaf
-    scan.operands.append(real._value if isinstance(real, Bridge.lazy_type) else real)
-    scan.originals.append(real)
-    return scan.operands[-1]
-
-
-def _operand_meta(operand: Value | torch.Tensor) -> tuple[PrePass, bool]:
-    if isinstance(operand, Value):
-        prepass = operand.prepass
-        if operand.requires_grad != prepass.requires_grad:
-            prepass = prepass.with_grad(True)
-        return prepass, operand.real is not None and operand.real.is_leaf
-    return prepass_of(operand), operand.is_leaf
-
-
-def _trie_operand(operand: Value | torch.Tensor, epoch: int) -> Any:
-    if isinstance(operand, Value) and operand.position[0] == epoch:
-        return operand.position[1] if not operand.is_view else (operand.position[1], operand.requires_grad)
-    return _operand_meta(operand)
-
-
-def _sharing(operands: list[Value | torch.Tensor]) -> tuple[Any, ...]:
-    """Which operands are the same tensor, or share a storage."""
-    first: dict[int, int] = {}
-    pattern = []
-    for index, operand in enumerate(operands):
-        storage = operand.storage if isinstance(operand, Value) else operand
-        pattern.append((first.setdefault(id(operand), index), first.setdefault(id(storage), index)))
-    return tuple(pattern)
 
 
 def _inference_for(func: Any, scan: Scan, cacheable: bool, context: Context) -> Inference:
@@ -233,15 +33,12 @@ def _inference_for(func: Any, scan: Scan, cacheable: bool, context: Context) -> 
     if not cacheable:
         events.count("shape_cache::miss::an argument cannot be hashed")
         return infer_now()
-    epoch, trie = recorder.place.epoch, recorder.place.trie
-    statics = tuple(scan.statics)
-    sharing = _sharing(scan.operands) if len(scan.operands) > 1 else ()
-    key = (func, context, statics, tuple([_trie_operand(o, epoch) for o in scan.operands]), sharing)
-    found = trie.traverse(key)
+    place = recorder.place
+    key = trie_key(func, scan, context, place.epoch)
+    found = place.trie.traverse(key)
     if found is None:
-        shape_key = (func, context, statics, tuple([_operand_meta(o) for o in scan.operands]), sharing)
-        found = compute_shape(shape_key, infer_now)
-        trie.insert(key, found)
+        found = compute_shape(shape_key(key, scan), infer_now)
+        place.trie.insert(key, found)
     return found
 
 

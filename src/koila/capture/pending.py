@@ -1,0 +1,86 @@
+"""What each thread has recorded and not run yet.
+
+*Takes* nodes as they are recorded. *Gives* the pending program of the calling thread: its place in the trie, its
+effects, its nodes in order, and the storages of real tensors that pending calls share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+
+import torch
+
+from koila.ir.node import Node, Storage, Value
+from koila.ir.trie import TrieCache
+
+_epochs = itertools.count()
+
+
+class _Place(threading.local):
+    """Where a thread stands in its program, and what it has recorded."""
+
+    def __init__(self) -> None:
+        self.trie = TrieCache()
+        self.epoch = next(_epochs)
+        self.count = 0
+        self.effects: list[Node] = []
+        self.tape: list[weakref.ref[Node]] = []
+
+
+class Recorder:
+    """What each thread has recorded and not run yet; a value may be recorded in one thread and run in another."""
+
+    def __init__(self) -> None:
+        self.place = _Place()
+        self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
+        """Storages of real tensors that values or pending calls hold, by their address."""
+
+    def new_epoch(self) -> None:
+        """A run has happened: the next recorded call starts a new program."""
+        self.place.trie.reset_current()
+        self.place.epoch = next(_epochs)
+        self.place.count = 0
+        self.place.tape = [weakref.ref(node) for node in self.pending()]
+
+    @property
+    def effects(self) -> list[Node]:
+        """Writes to real tensors that this thread recorded and nobody has done: they run with its next run."""
+        place = self.place
+        place.effects = [node for node in place.effects if node.due]
+        return place.effects
+
+    def pending(self) -> list[Node]:
+        """Nodes that this thread recorded, that have not run, and that anything still refers to; in order."""
+        return [node for reference in self.place.tape if (node := reference()) is not None and not node.done]
+
+    def forget_effects(self) -> None:
+        """The writes that this thread has pending will not be done."""
+        for node in self.effects:
+            node.due = False
+
+    def note(self, node: Node) -> None:
+        """A node was recorded."""
+        self.place.tape.append(weakref.ref(node))
+
+    def note_effect(self, node: Node) -> None:
+        """A recorded node writes to a real tensor."""
+        if not node.due:
+            node.due = True
+            self.place.effects.append(node)
+
+    def storage_of(self, operand: Value | torch.Tensor, register: bool = False) -> Storage | None:
+        """The storage of an operand; a real tensor has one only if a pending call writes to it."""
+        if isinstance(operand, Value):
+            return operand.storage
+        if not register and not self.real_storages:
+            return None
+        key = operand.untyped_storage()._cdata if operand.layout == torch.strided else id(operand)
+        found = self.real_storages.get(key)
+        if found is None and register:
+            found = self.real_storages[key] = Storage(real=True)
+        return found
+
+
+recorder = Recorder()
