@@ -243,6 +243,23 @@ def _add_site(name: str, site: Site, amount: int) -> None:
     known.add(site, amount)
 
 
+def forced(why: str, site: Site) -> None:
+    """Count and tell that a value had to be computed before a run was asked for (Rule 6).
+
+    Args:
+        why: what asked for the value: item, print, nonzero.
+        site: the place in the user's program, as for `count`; its text is made only if somebody listens.
+
+    >>> reset()
+    >>> forced("item", "train.py:41")
+    >>> counters()
+    {'forced::item': 1}
+    """
+    count(f"forced::{why}", site=site)
+    if _listeners:
+        emit(Forced(why, _site_text(site)))
+
+
 def counters() -> dict[str, int]:
     """Give a copy of all counters: name → value."""
     return dict(_counts)

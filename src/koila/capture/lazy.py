@@ -15,9 +15,11 @@ import torch
 from koila import events
 from koila.capture.bridge import Bridge
 from koila.capture.lookup import lookup_function
-from koila.capture.record import input_value, realize
+from koila.capture.patches import install
+from koila.capture.record import budget_of, input_value, realize
 from koila.errors import CaptureError
-from koila.interfaces import BatchInfo
+from koila.interfaces import BatchInfo, RunnableTensor
+from koila.ir.graph import collect
 from koila.ir.node import Value
 from koila.ir.prepass import PrePass
 from koila.ir.source import user_site
@@ -27,7 +29,8 @@ from koila.ir.tree import map_leaves
 class LazyTensor(torch.Tensor):
     """A pending tensor: true shape, dtype, device and strides, no storage.
 
-    Made by `koila.lazy`. The class's own conversions are named after PyTorch's lazy core.
+    Made by `koila.lazy`; `LazyTensor(tensor, batch=0)` is `koila.lazy(tensor, batch=0)`. The class's own conversions
+    are named after PyTorch's lazy core.
 
     >>> import koila
     >>> x = koila.lazy(torch.arange(3.0))
@@ -36,6 +39,16 @@ class LazyTensor(torch.Tensor):
     """
 
     _value: Value
+
+    def __new__(cls, tensor: torch.Tensor, batch: int | None = 0) -> LazyTensor:
+        if not isinstance(tensor, torch.Tensor):
+            refuse(
+                f"LazyTensor takes a tensor, got a {type(tensor).__name__}", "koila.lazy takes any structure of tensors"
+            )
+        install()
+        if isinstance(tensor, LazyTensor):
+            return tensor
+        return LazyTensor._wrap(input_value(real_tensor(tensor), batch))
 
     @staticmethod
     def _wrap(value: Value) -> LazyTensor:
@@ -50,7 +63,8 @@ class LazyTensor(torch.Tensor):
             device=prepass.device,
         )
         wrapper._value = value
-        value.tensor = weakref.ref(wrapper)
+        # Nobody else can be this value yet, except after a shallow copy.
+        value.holders = (weakref.ref(wrapper),) if not value.holders else (*value.holders, weakref.ref(wrapper))
         return wrapper
 
     @classmethod
@@ -112,8 +126,17 @@ class LazyTensor(torch.Tensor):
 
     @property
     def batch(self) -> BatchInfo | None:
-        """The batch dimension that the analysis proves for this value; None if the value does not carry the batch."""
-        return Bridge.realizer.batch_of(self._value)
+        """The batch dimension of this value; None if it does not carry the batch.
+
+        It is known for an input and for a result of a run. For a pending value the analysis proves it, which traces the
+        value's program and runs nothing.
+        """
+        value = self._value
+        if value.batch is not None:
+            return BatchInfo(value.batch, value.prepass.shape[value.batch])
+        if value.real is not None or not collect([value], []).batches:
+            return None
+        return Bridge.realizer.batch_of(value)
 
     def __hash__(self) -> int:
         return id(self)
@@ -140,12 +163,22 @@ class LazyTensor(torch.Tensor):
         return real.detach().clone() if detached else real
 
     def set_tensor(self, tensor: torch.Tensor) -> None:
-        """From now on this lazy tensor is `tensor`; what was pending for it is forgotten."""
-        self._adopt(input_value(tensor))
+        """From now on this lazy tensor is `tensor`; what was pending for it is forgotten.
+
+        Batch and budget stay. Another lazy tensor is not run: both are then the same value, which takes this budget if
+        it has none.
+        """
+        budget = budget_of([self._value])
+        if isinstance(tensor, LazyTensor):
+            if budget_of([tensor._value]) is None:
+                tensor._value.budget = budget
+            self._adopt(tensor._value)
+        else:
+            self._adopt(input_value(real_tensor(tensor), self._value.batch, budget))
 
     def update_from_tensor(self, tensor: torch.Tensor, sync: bool = False) -> None:
-        """Take the data of `tensor` as it is now; with `sync` it is copied at once, else when tensors would."""
-        self._adopt(input_value(tensor.detach().clone() if sync else tensor))
+        """Take the data of `tensor`, as `set_tensor` does; with `sync` a copy of the data as it is now."""
+        self.set_tensor(real_tensor(tensor).detach().clone() if sync else tensor)
 
     def update_from_tensor_out(self, tensor: torch.Tensor) -> None:
         """Write `tensor` into this value, keeping its shape, dtype and aliases, as `out=` does."""
@@ -170,8 +203,9 @@ class LazyTensor(torch.Tensor):
         return self._value.prepass
 
     def _adopt(self, value: Value) -> None:
+        self._value.release(self)
         self._value = value
-        value.tensor = weakref.ref(self)
+        value.hold(self)
 
     # Forced by name, not through __torch_function__.
 
@@ -189,11 +223,17 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> Any:
         real = realize(self._value, "deepcopy")
-        copy = memo[id(self)] = LazyTensor._wrap(input_value(real.__deepcopy__(memo), self._value.batch))
+        value = input_value(real.__deepcopy__(memo), self._value.batch, budget_of([self._value]))
+        copy = memo[id(self)] = LazyTensor._wrap(value)
         return copy
 
 
 _ADINPLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def real_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The real tensor behind an eager or a lazy one; a plain tensor is its own."""
+    return tensor.run() if isinstance(tensor, RunnableTensor) else tensor
 
 
 def refuse(fact: str, hint: str) -> NoReturn:

@@ -95,26 +95,36 @@ def _backward(
     _autograd_backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> Any:
     """Recorded like any other call: its results have the layout of its inputs."""
-    scan, cacheable = scan_call(torch.autograd.grad, (outputs, inputs, *args), kwargs)
-    create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-    if kwargs.get("allow_unused") or kwargs.get("is_grads_batched") or kwargs.get("materialize_grads"):
-        return _grad_on_real(outputs, inputs, args, kwargs)
+    args = (outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched)
+    if allow_unused or is_grads_batched or materialize_grads:
+        return _grad_on_real(*args, materialize_grads)
+    scan, cacheable = scan_call(torch.autograd.grad, args, {})
     metas = tuple(Output(_prepass(tensor).with_grad(bool(create_graph))) for tensor in _as_tuple(inputs))
     return record(torch.autograd.grad, scan, Inference(metas, metas, ordered=True), current_context(), cacheable)
 
 
-def _grad_on_real(outputs: Any, inputs: Any, args: Any, kwargs: Any) -> Any:
+def _grad_on_real(outputs: Any, inputs: Any, *options: Any) -> Any:
     """Which results are None depends on the graph: run first, then ask it."""
     lazies = [t._value for t in (*_as_tuple(outputs), *_as_tuple(inputs)) if type(t) is Bridge.lazy_type]
     Bridge.realizer.materialize(lazies, "autograd.grad")
-    return _forced("autograd.grad", torch.autograd.grad)(outputs, inputs, *args, **kwargs)
+    return _forced("autograd.grad", torch.autograd.grad)(outputs, inputs, *options)
 
 
 def _prepass(tensor: Any) -> Any:
     if type(tensor) is Bridge.lazy_type:
-        return tensor._value.prepass
+        return tensor._value.prepass.with_batch(None)
     return prepass_of(tensor)
 
 

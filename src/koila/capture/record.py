@@ -7,7 +7,7 @@ an earlier one), then of the shape cache, then of fake tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
 from koila.capture.scan import Scan, scan_call, shape_key, trie_key
 from koila.ir.draws import draw
+from koila.ir.graph import collect
 from koila.ir.infer import HIDDEN_WRITERS, compute_shape, infer
 from koila.ir.node import Node, Storage, Value, function_name, version_of
-from koila.ir.prepass import Inference, Output, prepass_of
+from koila.ir.prepass import Inference, Output, PrePass, prepass_of
 from koila.ir.replay import Context, current_context
 from koila.ir.source import user_site
 from koila.ir.tree import map_leaves
@@ -125,7 +126,7 @@ def _wrapper(node: Node, scan: Scan) -> Callable[[Output], Any]:
             made.append(None)
             original, operand = scan.originals[output.same_as], scan.operands[output.same_as]
             if isinstance(operand, Value):
-                operand.prepass = output.prepass
+                operand.prepass = _same_batch(operand.prepass, output.prepass)
             return original
         value = Value(output.prepass, _output_storage(output, scan, made), node, index)
         value.is_view = output.is_view
@@ -177,14 +178,14 @@ def _note_effects(node: Node, inference: Inference) -> None:
 
 def _cut(node: Node) -> None:
     values = [value for index in range(node.num_outputs) if (value := node.output(index)) is not None]
-    events.count("forced::long program", site=node.site)
+    events.forced("long program", node.site)
     Bridge.realizer.materialize(values, "long program")
 
 
 def realize(value: Value, why: str) -> torch.Tensor:
     """The real tensor of a value; run if it is pending or has pending writes."""
     if value.real is None or value.storage.writers:
-        events.count(f"forced::{why}", site=user_site())
+        events.forced(why, user_site())
         Bridge.realizer.materialize([value], why)
     assert value.real is not None
     return value.real
@@ -195,16 +196,17 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
     name = function_name(func)
     events.count(f"eager::{name}", site=user_site())
     events.count(f"eager_because::{why}")
-    pending = [operand for operand in scan.operands if isinstance(operand, Value)]
-    if any(value.real is None or value.storage.writers for value in pending):
-        events.count(f"forced::{why}", site=user_site())
-        Bridge.realizer.materialize(pending, why)
-    reals = {id(operand): operand.real for operand in pending}
+    operands = [operand for operand in scan.operands if isinstance(operand, Value)]
+    budget = budget_of(operands)
+    if any(value.real is None or value.storage.writers for value in operands):
+        events.forced(why, user_site())
+        Bridge.realizer.materialize(operands, why)
+    reals = {id(operand): operand.real for operand in operands}
     swap = lambda leaf: reals.get(id(leaf), leaf)  # noqa: E731
     result = func(*map_leaves(scan.args, swap), **map_leaves(scan.kwargs, swap))
-    for value in pending:
+    for value in operands:
         assert value.real is not None
-        value.prepass = prepass_of(value.real)
+        value.prepass = _same_batch(value.prepass, prepass_of(value.real))
     back = {id(operand.real): original for operand, original in zip(scan.operands, scan.originals, strict=True)
             if isinstance(operand, Value)}  # fmt: skip
 
@@ -213,16 +215,30 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
             return leaf
         if leaf.layout != torch.strided:
             return leaf
-        return back[id(leaf)] if id(leaf) in back else Bridge.lazy_type._wrap(input_value(leaf))
+        return back[id(leaf)] if id(leaf) in back else Bridge.lazy_type._wrap(input_value(leaf, budget=budget))
 
     return map_leaves(result, wrap)
 
 
-def input_value(real: torch.Tensor, batch: int | None = None) -> Value:
-    """A value that is a real tensor already."""
+def _same_batch(before: PrePass, after: PrePass) -> PrePass:
+    """What is known about a tensor after a call; a write to its data leaves its batch where it was."""
+    same = before.batch is not None and before.shape == after.shape
+    return after.with_batch(before.batch) if same else after
+
+
+def budget_of(values: Sequence[Value]) -> int | None:
+    """The byte budget of the programs behind some values: the smallest that their inputs were given."""
+    given = [value.budget for value in values if value.budget is not None]
+    pending = [value for value in values if value.real is None or value.storage.writers]
+    return min([*given, *(collect(pending, []).budgets if pending else [])], default=None)
+
+
+def input_value(real: torch.Tensor, batch: int | None = None, budget: int | None = None) -> Value:
+    """A value that is a real tensor already; a batch dimension that the tensor lacks is none."""
     storage = recorder.storage_of(real, register=True)
     assert storage is not None
-    value = Value(prepass_of(real), storage, None, 0)
+    prepass = prepass_of(real)
+    value = Value(prepass if batch is None else prepass.with_batch(batch), storage, None, 0)
     value.real = real
-    value.batch = batch
+    value.budget = budget
     return value
