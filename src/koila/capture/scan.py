@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from koila.capture.bridge import Bridge
 from koila.ir.node import Value
+from koila.ir.owned import function_key, static_key
 from koila.ir.prepass import PrePass, prepass_of
 from koila.ir.replay import Context
 from koila.ir.tree import map_leaves, rebuild
@@ -61,17 +62,21 @@ def _scan_leaf(leaf: Any, scan: Scan, slotted: bool) -> Any:
         return leaf
     if kind in _NUMBERS:
         scan.statics.append((kind, leaf))
+    elif kind in _CONSTANTS:
+        scan.statics.append(leaf)
     else:
         try:
-            hash(leaf)
+            scan.statics.append(static_key(leaf))
         except TypeError as error:
             raise Unhashable from error
-        scan.statics.append(leaf)
     return leaf
 
 
 _TENSOR, _SLOT = object(), object()
 _NUMBERS = frozenset({bool, int, float, complex})
+_CONSTANTS = frozenset(
+    {type(None), str, type(...), torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout}
+)
 
 
 def _scan_tree(tree: Any, scan: Scan, slotted: bool) -> Any:
@@ -141,10 +146,16 @@ def _sharing(operands: list[Value | torch.Tensor]) -> tuple[Any, ...]:
 def trie_key(func: Any, scan: Scan, context: Context, epoch: int) -> tuple[Any, ...]:
     """The call after the calls before it: its operands are named by their position in the program of this epoch."""
     operands = tuple([_trie_operand(operand, epoch) for operand in scan.operands])
-    return func, context, tuple(scan.statics), operands, _sharing(scan.operands) if len(scan.operands) > 1 else ()
+    return (
+        function_key(func),
+        context,
+        tuple(scan.statics),
+        operands,
+        _sharing(scan.operands) if len(scan.operands) > 1 else (),
+    )
 
 
 def shape_key(key: tuple[Any, ...], scan: Scan) -> tuple[Any, ...]:
     """The call for itself: the trie's key with the layouts of the operands instead of their positions."""
-    func, context, statics, _, sharing = key
-    return func, context, statics, tuple([_operand_meta(operand) for operand in scan.operands]), sharing
+    function, context, statics, _, sharing = key
+    return function, context, statics, tuple([_operand_meta(operand) for operand in scan.operands]), sharing
