@@ -135,8 +135,30 @@ def rule(target: Any, dimensions: str) -> None:
 
 
 def settle() -> None:
-    """Run every pending write to real tensors (running statistics), before code that koila cannot see reads them."""
+    """Run everything that this thread has pending: each lazy value that the user holds, and each write to a buffer.
+
+    Call it before code that koila cannot see changes a tensor which was used lazily: a write through numpy, through an
+    alias of `.data`, or in C++. What was recorded before then has the numbers of before.
+
+    Raises:
+        KoilaError: A pending value cannot be run; all others have been.
+
+    >>> total = lazy(torch.ones(3)).sum()
+    >>> settle()
+    >>> total
+    LazyTensor([], dtype=torch.float32, device=cpu, ready)
+    """
+    failed: list[Exception] = []
     Bridge.realizer.materialize([], "settle")
+    for value in recorder.held():
+        # One by one: programs of different batches have nothing to do with each other. Most are bound by a run before.
+        if value.real is None:
+            try:
+                Bridge.realizer.materialize([value], "settle")
+            except Exception as error:
+                failed.append(error)
+    if failed:
+        raise failed[0]
 
 
 def keep(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from koila.capture.carried import run_carried
 from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.patches import install
 from koila.capture.record import input_value
@@ -107,6 +108,7 @@ def _user_mapping(tree: Any, batch: Any, group: _Group) -> Any:
 def make_lazy(values: tuple[Any, ...], batch: Any, budget: int | None = None) -> Any:
     """See `koila.lazy`."""
     install()
+    run_carried()
     group = _Group(budget)
     if len(values) == 1:
         return _make_lazy(values[0], _single(batch, values[0]), group)

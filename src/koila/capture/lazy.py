@@ -14,6 +14,7 @@ import torch
 
 from koila import events
 from koila.capture.bridge import Bridge
+from koila.capture.carried import run_carried
 from koila.capture.lookup import lookup_function
 from koila.capture.patches import install
 from koila.capture.record import budget_of, input_value, realize
@@ -45,9 +46,10 @@ class LazyTensor(torch.Tensor):
             refuse(
                 f"LazyTensor takes a tensor, got a {type(tensor).__name__}", "koila.lazy takes any structure of tensors"
             )
-        install()
         if isinstance(tensor, LazyTensor):
             return tensor
+        install()
+        run_carried()
         return LazyTensor._wrap(input_value(real_tensor(tensor), batch))
 
     @staticmethod
@@ -191,8 +193,8 @@ class LazyTensor(torch.Tensor):
         self.copy_(tensor)
 
     def shallow_copy_to(self, destination: LazyTensor) -> None:
-        """Let `destination` be the same value."""
-        destination._adopt(self._value)
+        """Let `destination` be the same value; see `set_tensor`."""
+        destination.set_tensor(self)
 
     def data_value(self) -> Value:
         """The recorded value behind this tensor (`data()` of the lazy core; `data` is PyTorch's own attribute)."""

@@ -27,6 +27,8 @@ class _Place(threading.local):
         self.count = 0
         self.effects: list[Node] = []
         self.tape: list[weakref.ref[Node]] = []
+        self.given_up: weakref.WeakSet[Value] = weakref.WeakSet()
+        """Values that could not be run before the next batch; they wait until somebody asks for them."""
 
 
 class Recorder:
@@ -42,7 +44,7 @@ class Recorder:
         self.place.trie.reset_current()
         self.place.epoch = next(_epochs)
         self.place.count = 0
-        self.place.tape = [weakref.ref(node) for node in self.pending()]
+        self.place.tape = [reference for reference in self.place.tape if reference() is not None]
 
     @property
     def effects(self) -> list[Node]:
@@ -54,6 +56,18 @@ class Recorder:
     def pending(self) -> list[Node]:
         """Nodes that this thread recorded, that have not run, and that anything still refers to; in order."""
         return [node for reference in self.place.tape if (node := reference()) is not None and not node.done]
+
+    def held(self) -> list[Value]:
+        """Values that this thread recorded, that have no data yet, and that the user still holds; in order."""
+        nodes = (node for reference in self.place.tape if (node := reference()) is not None)
+        values = (node.output(index) for node in nodes for index in range(node.num_outputs))
+        return [value for value in values if value is not None and value.real is None and value.is_held]
+
+    def forget(self) -> None:
+        """Nothing that this thread has recorded is pending any more: no effect is done, nothing is run by `settle`."""
+        self.forget_effects()
+        self.place.tape = []
+        self.new_epoch()
 
     def forget_effects(self) -> None:
         """The writes that this thread has pending will not be done."""
