@@ -7,8 +7,9 @@ after what is pending for them. Without anything lazy all of them do exactly wha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -126,12 +127,20 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     Bridge.realizer.before_step([p for group in optimizer.param_groups for p in group["params"]])
 
 
-@cache
+_lock = threading.Lock()
+_installed: list[bool] = []
+
+
 def install() -> None:
-    """Patch once."""
-    _patch_function()
-    _patch_checkpoint()
-    _patch_state()
-    _patch_fast_paths()
-    _patch_ddp()
-    register_optimizer_step_pre_hook(_before_step)
+    """Patch once, whichever thread comes first."""
+    if _installed:
+        return
+    with _lock:
+        if not _installed:
+            _patch_function()
+            _patch_checkpoint()
+            _patch_state()
+            _patch_fast_paths()
+            _patch_ddp()
+            register_optimizer_step_pre_hook(_before_step)
+            _installed.append(True)

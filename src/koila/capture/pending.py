@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import deque
 
 import torch
 
@@ -16,6 +17,14 @@ from koila.ir.node import Node, Storage, Value
 from koila.ir.trie import TrieCache
 
 _epochs = itertools.count()
+_left: deque[tuple[list[Node], list[weakref.ref[Node]]]] = deque()
+"""(effects, tape) of threads that have ended; the next thread that asks takes them over."""
+
+
+class _Life:
+    """Lives as long as its thread."""
+
+    __slots__ = ("__weakref__",)
 
 
 class _Place(threading.local):
@@ -29,6 +38,16 @@ class _Place(threading.local):
         self.tape: list[weakref.ref[Node]] = []
         self.given_up: weakref.WeakSet[Value] = weakref.WeakSet()
         """Values that could not be run before the next batch; they wait until somebody asks for them."""
+        self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
+        self._life = _Life()
+        weakref.finalize(self._life, _left.append, (self.effects, self.tape)).atexit = False
+
+    def take_over(self) -> None:
+        """What threads recorded that have ended is this thread's from now on."""
+        while _left:
+            effects, tape = _left.popleft()
+            self.effects += effects
+            self.tape += tape
 
 
 class Recorder:
@@ -36,21 +55,30 @@ class Recorder:
 
     def __init__(self) -> None:
         self.place = _Place()
-        self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
-        """Storages of real tensors that values or pending calls hold, by their address."""
+
+    @property
+    def real_storages(self) -> weakref.WeakValueDictionary[int, Storage]:
+        """Storages of real tensors that values or pending calls of this thread hold, by their address.
+
+        Two threads that use the same buffer do not see each other's pending reads and writes of it: each run does what
+        its own thread recorded.
+        """
+        return self.place.real_storages
 
     def new_epoch(self) -> None:
         """A run has happened: the next recorded call starts a new program."""
         self.place.trie.reset_current()
         self.place.epoch = next(_epochs)
         self.place.count = 0
-        self.place.tape = [reference for reference in self.place.tape if reference() is not None]
+        self.place.tape[:] = [reference for reference in self.place.tape if reference() is not None]
 
     @property
     def effects(self) -> list[Node]:
         """Writes to real tensors that this thread recorded and nobody has done: they run with its next run."""
         place = self.place
-        place.effects = [node for node in place.effects if node.due]
+        if _left:
+            place.take_over()
+        place.effects[:] = [node for node in place.effects if node.due]
         return place.effects
 
     def pending(self) -> list[Node]:
@@ -66,7 +94,7 @@ class Recorder:
     def forget(self) -> None:
         """Nothing that this thread has recorded is pending any more: no effect is done, nothing is run by `settle`."""
         self.forget_effects()
-        self.place.tape = []
+        self.place.tape.clear()
         self.new_epoch()
 
     def forget_effects(self) -> None:
@@ -88,12 +116,13 @@ class Recorder:
         """The storage of an operand; a real tensor has one only if a pending call writes to it."""
         if isinstance(operand, Value):
             return operand.storage
-        if not register and not self.real_storages:
+        storages = self.place.real_storages
+        if not register and not storages:
             return None
         key = operand.untyped_storage()._cdata if operand.layout == torch.strided else id(operand)
-        found = self.real_storages.get(key)
+        found = storages.get(key)
         if found is None and register:
-            found = self.real_storages[key] = Storage(real=True)
+            found = storages[key] = Storage(real=True)
         return found
 
 
