@@ -18,12 +18,13 @@ from koila.analysis.trace import Demand
 from koila.capture.bridge import Bridge
 from koila.capture.eager import EagerTensor
 from koila.capture.inputs import make_lazy
-from koila.capture.lazy import LazyTensor
+from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.pending import recorder
 from koila.execution.engine import Engine
 from koila.execution.planned import PlannedRun, plan_values
 from koila.execution.programs import NotSplittable, Program, forget_plans
 from koila.execution.report import Report
+from koila.interfaces import Runnable
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Value
 from koila.ir.source import user_site
@@ -65,32 +66,33 @@ def eager(value: torch.Tensor) -> EagerTensor:
     >>> eager(torch.ones(2)).run()
     tensor([1., 1.])
     """
-    real = value.run() if isinstance(value, LazyTensor) else value
-    return real.as_subclass(EagerTensor)
+    return real_tensor(value).as_subclass(EagerTensor)
 
 
 def run(value: Any, detach: bool = False) -> Any:
     """Compute every lazy tensor in a structure, in one run.
 
     Args:
-        value: A lazy tensor, or any structure of them.
+        value: A lazy tensor, any other `Runnable` (an object with a method `run()`), or any structure of them.
         detach: Give tensors without autograd history.
 
     Returns:
-        The same structure with real tensors. A value that requires grad comes out with a `grad_fn`.
+        The same structure with real tensors, and with the results of the other runnables. A value that requires grad
+        comes out with a `grad_fn`.
 
     >>> run({"a": lazy(torch.ones(2)) + 1})
     {'a': tensor([2., 2.])}
     """
     pending = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
     Bridge.realizer.materialize(pending, "run")
-    return map_leaves(value, lambda leaf: _real(leaf, detach))
+    return map_leaves(value, lambda leaf: _result(leaf, detach))
 
 
-def _real(leaf: Any, detach: bool) -> Any:
-    if not isinstance(leaf, (LazyTensor, EagerTensor)):
+def _result(leaf: Any, detach: bool) -> Any:
+    if not isinstance(leaf, Runnable):
         return leaf
-    return leaf.run().detach() if detach else leaf.run()
+    found = leaf.run()
+    return found.detach() if detach and isinstance(found, torch.Tensor) else found
 
 
 def stream(value: LazyTensor, chunk_size: int | None = None) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 from koila import events
 from koila.capture.bridge import Bridge
 from koila.capture.carried import run_carried
-from koila.capture.lookup import lookup_function
+from koila.capture.lookup import implementation, lookup_method
 from koila.capture.patches import install
 from koila.capture.record import budget_of, input_value, realize
 from koila.errors import CaptureError
@@ -71,7 +71,7 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return lookup_function(func)(*args, **(kwargs or {}))
+        return implementation(func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -190,7 +190,7 @@ class LazyTensor(torch.Tensor):
                 where=str(user_site()),
                 hint="use set_tensor, which takes any shape",
             )
-        self.copy_(tensor)
+        lookup_method("copy_")(self, tensor)
 
     def shallow_copy_to(self, destination: LazyTensor) -> None:
         """Let `destination` be the same value; see `set_tensor`."""
@@ -209,19 +209,19 @@ class LazyTensor(torch.Tensor):
         self._value = value
         value.hold(self)
 
-    # Forced by name, not through __torch_function__.
+    # Called by name, not through __torch_function__.
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return realize(self._value, "__array__").__array__(*args, **kwargs)
+        return lookup_method("__array__")(self, *args, **kwargs)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return realize(self._value, "__dlpack__").__dlpack__(*args, **kwargs)
+        return lookup_method("__dlpack__")(self, *args, **kwargs)
 
     def __dlpack_device__(self) -> Any:
-        return realize(self._value, "__dlpack__").__dlpack_device__()
+        return lookup_method("__dlpack_device__")(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return realize(self._value, "pickle").__reduce_ex__(protocol)
+        return lookup_method("__reduce_ex__")(self, protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
         real = realize(self._value, "deepcopy")
