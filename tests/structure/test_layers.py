@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"delegates"}),
     frozenset({"reporting"}),
     frozenset({"_api"}),
+    frozenset({"parts"}),
     frozenset({"__init__"}),
 )
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
