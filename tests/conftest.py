@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import koila
+from koila.capture.pending import recorder
 
 torch.set_num_threads(1)
 
@@ -21,4 +22,4 @@ def fresh_counters() -> None:
 def nothing_pending() -> Iterator[None]:
     """What a test recorded and did not run is not the next test's matter."""
     yield
-    koila.settle()
+    recorder.forget()

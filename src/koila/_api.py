@@ -15,14 +15,16 @@ import torch
 from koila import events
 from koila._budget import Budget, current_budget, make_budget, read_bytes
 from koila.analysis.custom import add_rule
+from koila.capture.bridge import Bridge
 from koila.capture.eager import EagerTensor
 from koila.capture.inputs import make_lazy
-from koila.capture.lazy import LazyTensor
+from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.lookup import BackwardRequest
-from koila.capture.recorder import Bridge, recorder
+from koila.capture.pending import recorder
 from koila.errors import KoilaError
 from koila.execution.engine import Engine
 from koila.execution.jobs import Task
+from koila.interfaces import Runnable
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Value
 from koila.ir.source import user_site
@@ -68,32 +70,33 @@ def eager(value: torch.Tensor) -> EagerTensor:
     >>> eager(torch.ones(2)).run()
     tensor([1., 1.])
     """
-    real = value.run() if isinstance(value, LazyTensor) else value
-    return real.as_subclass(EagerTensor)
+    return real_tensor(value).as_subclass(EagerTensor)
 
 
 def run(value: Any, detach: bool = False) -> Any:
     """Compute every lazy tensor in a structure, in one run.
 
     Args:
-        value: A lazy tensor, or any structure of them.
+        value: A lazy tensor, any other `Runnable` (an object with a method `run()`), or any structure of them.
         detach: Give tensors without autograd history.
 
     Returns:
-        The same structure with real tensors. A value that requires grad comes out with a `grad_fn`.
+        The same structure with real tensors, and with the results of the other runnables. A value that requires grad
+        comes out with a `grad_fn`.
 
     >>> run({"a": lazy(torch.ones(2)) + 1})
     {'a': tensor([2., 2.])}
     """
     pending = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
     Bridge.realizer.materialize(pending, "run")
-    return map_leaves(value, lambda leaf: _real(leaf, detach))
+    return map_leaves(value, lambda leaf: _result(leaf, detach))
 
 
-def _real(leaf: Any, detach: bool) -> Any:
-    if not isinstance(leaf, (LazyTensor, EagerTensor)):
+def _result(leaf: Any, detach: bool) -> Any:
+    if not isinstance(leaf, Runnable):
         return leaf
-    return leaf.run().detach() if detach else leaf.run()
+    found = leaf.run()
+    return found.detach() if detach and isinstance(found, torch.Tensor) else found
 
 
 def stream(value: LazyTensor, chunk_size: int | None = None, *, budget: object = None, total: object = None,
@@ -139,8 +142,30 @@ def rule(target: Any, dimensions: str) -> None:
 
 
 def settle() -> None:
-    """Run every pending write to real tensors (running statistics), before code that koila cannot see reads them."""
+    """Run everything that this thread has pending: each lazy value that the user holds, and each write to a buffer.
+
+    Call it before code that koila cannot see changes a tensor which was used lazily: a write through numpy, through an
+    alias of `.data`, or in C++. What was recorded before then has the numbers of before.
+
+    Raises:
+        KoilaError: A pending value cannot be run; all others have been.
+
+    >>> total = lazy(torch.ones(3)).sum()
+    >>> settle()
+    >>> total
+    LazyTensor([], dtype=torch.float32, device=cpu, ready)
+    """
+    failed: list[Exception] = []
     Bridge.realizer.materialize([], "settle")
+    for value in recorder.held():
+        # One by one: programs of different batches have nothing to do with each other. Most are bound by a run before.
+        if value.real is None:
+            try:
+                Bridge.realizer.materialize([value], "settle")
+            except Exception as error:
+                failed.append(error)
+    if failed:
+        raise failed[0]
 
 
 def keep(value: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch
 
 from koila._bytes import format_bytes, parse_bytes
 from koila._free import alive_bytes, default_bytes, free_bytes, result_bytes
+from koila._scopes import Scopes
 from koila.errors import BudgetError
 
 __all__ = [
@@ -101,12 +101,7 @@ class Budget:
         return total - taken
 
 
-class _Scopes(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Budget] = []
-
-
-_scopes = _Scopes()
+_scopes = Scopes[Budget]("budget")
 
 
 def current_budget(given: Iterable[int] = ()) -> Budget:
@@ -114,7 +109,7 @@ def current_budget(given: Iterable[int] = ()) -> Budget:
 
     Of the innermost scope these take what is reserved, where to offload and whether to tune, but no size.
     """
-    scope = _scopes.stack[-1] if _scopes.stack else Budget()
+    scope = _scopes.innermost or Budget()
     smallest = min(given, default=None)
     if smallest is not None:
         return replace(scope, chunk_size=None, allowed_bytes=smallest, total_bytes=None)
@@ -133,9 +128,8 @@ class _Scope(ContextDecorator):
         make()
 
     def __enter__(self) -> Budget:
-        scope = self._make()
-        if _scopes.stack and not scope.limits:
-            outer = _scopes.stack[-1]
+        scope, outer = self._make(), _scopes.innermost
+        if outer is not None and not scope.limits:
             scope = replace(
                 outer,
                 reserved_bytes=scope.reserved_bytes or outer.reserved_bytes,
@@ -143,11 +137,11 @@ class _Scope(ContextDecorator):
                 tune=scope.tune,
             )
             _check_reserved(scope)
-        _scopes.stack.append(scope)
+        _scopes.enter(scope)
         return scope
 
     def __exit__(self, *_: object) -> None:
-        _scopes.stack.pop()
+        _scopes.leave()
 
 
 def budget(

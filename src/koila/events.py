@@ -77,6 +77,9 @@ def metric_seconds(value: float) -> str:
 class Metric:
     """A named series of values: a running total over all of them, the latest of them one by one.
 
+    A metric is reported from its first sample on, a user's own as well as koila's. Samples of a second metric of the
+    same name are added to the reported one, too.
+
     Args:
         name: the name, as `stage::what`.
         repr_fn: how a value is written in a report.
@@ -103,6 +106,12 @@ class Metric:
     def add_sample(self, value: float, timestamp: float | None = None) -> None:
         """Add one value, at `timestamp` in seconds since the epoch (default: now)."""
         moment = time.time() if timestamp is None else timestamp
+        reported = _metrics.setdefault(self.name, self)
+        if reported is not self:
+            reported._add(value, moment)
+        self._add(value, moment)
+
+    def _add(self, value: float, moment: float) -> None:
         with self._lock:
             self.samples.append((moment, value))
             self.accumulator += value
@@ -152,9 +161,7 @@ _metrics: dict[str, Metric] = {}
 def sample(name: str, value: float, repr_fn: ReprFn = metric_value) -> None:
     """Add a value to the metric of that name; the first call for a name decides its `repr_fn`."""
     metric = _metrics.get(name)
-    if metric is None:
-        metric = _metrics.setdefault(name, Metric(name, repr_fn))
-    metric.add_sample(value)
+    (Metric(name, repr_fn) if metric is None else metric).add_sample(value)
 
 
 def total(name: str) -> float:
@@ -251,6 +258,23 @@ def _add_site(name: str, site: Site, amount: int) -> None:
     known.add(site, amount)
 
 
+def forced(why: str, site: Site) -> None:
+    """Count and tell that a value had to be computed before a run was asked for (Rule 6).
+
+    Args:
+        why: what asked for the value: item, print, nonzero.
+        site: the place in the user's program, as for `count`; its text is made only if somebody listens.
+
+    >>> reset()
+    >>> forced("item", "train.py:41")
+    >>> counters()
+    {'forced::item': 1}
+    """
+    count(f"forced::{why}", site=site)
+    if _listeners:
+        emit(Forced(why, _site_text(site)))
+
+
 def counters() -> dict[str, int]:
     """Give a copy of all counters: name → value."""
     return dict(_counts)
@@ -263,9 +287,11 @@ def sites(name: str) -> Counter[str]:
 
 
 def reset() -> None:
-    """Forget all counters, sites and metrics; listeners stay subscribed."""
+    """Forget all counters, sites and samples; listeners stay subscribed."""
     _counts.clear()
     _sites.clear()
+    for metric in list(_metrics.values()):
+        metric.reset()
     _metrics.clear()
 
 

@@ -1,7 +1,8 @@
 """The tensor abstraction layer: what eager and lazy tensors have in common.
 
 *Takes* nothing. *Gives* the protocols `Runnable`, `TensorMixin` and `RunnableTensor`, which both kinds of tensor
-satisfy, and `BatchInfo`, the batch dimension of a value.
+satisfy, and `BatchInfo`, the batch dimension of a value. `isinstance` against a protocol looks for the names of its
+members and reads none of them: asking a lazy tensor what it is neither traces nor runs anything.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -30,8 +32,26 @@ class BatchInfo:
         return BatchInfo(index, self.value)
 
 
+class _NamesOnly(type(Protocol)):  # type: ignore[misc]
+    """Python 3.11 reads every member of a protocol in `isinstance`; 3.12 looks for it without reading, and so do we."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if not getattr(cls, "_is_protocol", False):
+            return bool(super().__instancecheck__(instance))
+        kind = type(instance)
+        own = {} if isinstance(instance, type) else getattr(instance, "__dict__", {})
+        return all(hasattr(kind, name) or name in own for name in _members(cls))
+
+
+@cache
+def _members(protocol: type) -> frozenset[str]:
+    """The public names that a protocol and the protocols below it declare."""
+    declared = (name for base in protocol.__mro__ if getattr(base, "_is_protocol", False) for name in vars(base))
+    return frozenset(name for name in declared if not name.startswith("_"))
+
+
 @runtime_checkable
-class Runnable(Protocol[T_co]):
+class Runnable(Protocol[T_co], metaclass=_NamesOnly):
     """Something that can be evaluated."""
 
     @abstractmethod
@@ -40,7 +60,7 @@ class Runnable(Protocol[T_co]):
 
 
 @runtime_checkable
-class TensorMixin(Protocol):
+class TensorMixin(Protocol, metaclass=_NamesOnly):
     """What can be asked of a tensor without looking at its data."""
 
     @property
@@ -58,7 +78,7 @@ class TensorMixin(Protocol):
 
 
 @runtime_checkable
-class RunnableTensor(Runnable[torch.Tensor], TensorMixin, Protocol):
+class RunnableTensor(Runnable[torch.Tensor], TensorMixin, Protocol, metaclass=_NamesOnly):
     """A tensor that can be evaluated, and knows its batch before that."""
 
     @property

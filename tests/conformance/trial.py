@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 import koila
-from koila.capture.recorder import recorder
+from koila.capture.pending import recorder
 from tests.conformance.alarm import alarm
 from tests.conformance.proof import is_proved
 from tests.conformance.trees import (

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 import koila
-from koila.analysis.trace import Demand
+from koila.analysis.program import program_of
 from koila.errors import BudgetError
-from koila.execution.programs import Program, Selection
 from koila.execution.split_run import CompiledPlan, stream_chunked
-from koila.execution.tracker import StorageTracker
+from koila.ir.job import Demand, Wanted
 from koila.planning.peak import project
 from koila.planning.phases import make_layout
 from koila.planning.plan import make_plan
 from koila.planning.search import ALL, Search
+from koila.planning.tracker import StorageTracker
 
 BATCH, WIDTH = 64, 256
 
@@ -34,8 +34,8 @@ class Streamed:
 
     def __init__(self, value: torch.Tensor) -> None:
         self.graph = koila.graph(value)
-        self.program = Program(self.graph, Demand())
-        self.facts = self.program.facts(Selection((0,)))
+        self.program = program_of(self.graph, Demand())
+        self.facts = self.program.facts(Wanted((0,)))
 
     def run(self, compiled: CompiledPlan) -> tuple[torch.Tensor, int]:
         """The chunks side by side, and the peak of a caller who holds one of them at a time."""

@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
+import tomllib
+from pathlib import Path
+
+import pytest
+
 import koila
+import koila.parts
+
+ROOT = Path(__file__).resolve().parents[2]
 
 NAMES = [
+    "budget",
+    "eager",
+    "errors",
+    "explain",
+    "graph",
+    "keep",
+    "last_report",
+    "lazy",
+    "measure",
+    "metrics",
+    "plan",
+    "progress",
+    "rule",
+    "run",
+    "settle",
+    "stream",
+]
+
+ATTRIBUTES = [
     "AnalysisError",
     "BatchInfo",
     "BudgetError",
@@ -23,35 +52,41 @@ NAMES = [
     "RunnableTensor",
     "StaleInputError",
     "TensorMixin",
-    "budget",
-    "eager",
-    "explain",
-    "graph",
-    "keep",
-    "last_report",
-    "lazy",
     "lazy_forward",
     "lookup_function",
     "lookup_method",
-    "measure",
-    "metrics",
-    "plan",
-    "progress",
-    "rule",
-    "run",
-    "settle",
-    "stream",
 ]
+"""Names that programs may use with `koila.` before them, although nobody calls them every day."""
 
 
 def test_the_exported_names_are_these() -> None:
     assert koila.__all__ == NAMES
 
 
-def test_they_are_sorted_and_there() -> None:
-    assert sorted(koila.__all__) == koila.__all__
-    assert [name for name in koila.__all__ if not hasattr(koila, name)] == []
+@pytest.mark.parametrize("module", [koila, koila.parts])
+def test_they_are_sorted_and_there(module: object) -> None:
+    names: list[str] = module.__all__  # type: ignore[attr-defined]
+    assert sorted(names) == names
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_the_other_names_are_there() -> None:
+    assert [name for name in ATTRIBUTES if not hasattr(koila, name)] == []
 
 
 def test_every_function_and_class_says_what_it_does() -> None:
-    assert [name for name in koila.__all__ if not getattr(koila, name).__doc__] == []
+    assert [name for name in (*NAMES, *ATTRIBUTES) if not getattr(koila, name).__doc__] == []
+
+
+def test_the_parts_of_the_documents_are_in_the_table_of_their_module() -> None:
+    table = inspect.getdoc(koila.parts) or ""
+    assert [name for name in koila.parts.__all__ if f"`{name}`" not in table] == []
+
+
+def test_help_fits_a_few_screens() -> None:
+    assert len(pydoc.render_doc(koila).splitlines()) < 400
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert koila.__version__ == project["project"]["version"]

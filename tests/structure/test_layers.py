@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2] / "src"
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "events", "_bytes", "_budget", "_free", "interfaces"}),
+    frozenset({"errors", "events", "_bytes", "_budget", "_free", "_scopes", "interfaces"}),
     frozenset({"ir"}),
     frozenset({"capture"}),
     frozenset({"analysis"}),
@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"delegates"}),
     frozenset({"reporting"}),
     frozenset({"_api"}),
+    frozenset({"parts"}),
     frozenset({"__init__"}),
 )
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

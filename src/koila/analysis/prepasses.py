@@ -1,8 +1,7 @@
-"""Shape and batch inference by name: thin functions over the split rules.
+"""Shape and batch inference of reductions, by name: what the rules of reductions ask.
 
-*Takes* a shape, its batch and a reduction. *Gives* the shape and the batch of the result; `apply_symbolic_shapes` gives
-every shape of a typed program with the batch as a symbol. Nothing here knows a formula: fake tensors give shapes, the
-rule tables give batches.
+*Takes* a shape, its batch and what is reduced. *Gives* the shape and the batch of the result. A rule compares the shape
+with the one that fake tensors gave, so that an operator which reduces in another way runs whole instead of wrong.
 """
 
 from __future__ import annotations
@@ -10,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from koila.analysis.chunk_rule import Call, Operand
-from koila.analysis.rules import rule_for
-from koila.analysis.split import Facts
-from koila.analysis.types import WHOLE, Sliced
 from koila.interfaces import BatchInfo
 
-aten = torch.ops.aten
 Inferred = tuple[tuple[int, ...], BatchInfo | None]
+
+
+def dims_of(value: Any, ndim: int) -> set[int]:
+    """Dimensions counted from the left, from an argument that is one, a list of them, or None (all)."""
+    if value is None:
+        return set(range(ndim))
+    dims = value if isinstance(value, (tuple, list)) else (value,)
+    return {dim % ndim if ndim else 0 for dim in dims}
+
+
+def reduced_dims(dim: Any, ndim: int) -> set[int]:
+    """The dimensions that a reduction removes; no argument, None or an empty list mean all."""
+    return dims_of(None if isinstance(dim, (tuple, list)) and not dim else dim, ndim)
 
 
 def reduce_dims(
@@ -33,8 +37,15 @@ def reduce_dims(
     >>> reduce_dims((8, 3), dim=0, batch=BatchInfo(0, 8))
     ((3,), None)
     """
-    dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    return _inferred(aten.sum.dim_IntList, shape, {"dim": dims, "keepdim": keepdim}, batch)
+    gone = reduced_dims(dim, len(shape))
+    if keepdim:
+        kept = tuple(1 if place in gone else size for place, size in enumerate(shape))
+    else:
+        kept = tuple(size for place, size in enumerate(shape) if place not in gone)
+    if batch is None or batch.index in gone:
+        return kept, None
+    before = 0 if keepdim else sum(place < batch.index for place in gone)
+    return kept, batch.map(batch.index - before)
 
 
 def mean(
@@ -42,39 +53,3 @@ def mean(
 ) -> Inferred:
     """Shape and batch of a mean: those of the sum that it is made of."""
     return reduce_dims(shape, dim, keepdim, batch)
-
-
-def _inferred(target: Any, shape: Sequence[int], options: dict[str, Any], batch: BatchInfo | None) -> Inferred:
-    with FakeTensorMode():
-        operand = torch.empty(tuple(shape))
-        result = tuple(target(operand, *options.values()).shape)
-    rule = rule_for(target)
-    if batch is None or rule is None:
-        return result, None
-    described = Operand(tuple(shape), torch.float32, Sliced(batch.index % len(shape)))
-    arguments = {"self": described, **options, "dtype": None}
-    ruling = rule(Call(target, arguments, (Operand(result, torch.float32, WHOLE),), batch.value))
-    kind = None if ruling is None else ruling.result
-    return result, batch.map(kind.dim) if isinstance(kind, Sliced) else None
-
-
-def apply_symbolic_shapes(facts: Facts, symbol: str = "B") -> dict[str, tuple[int | str, ...]]:
-    """The shape of every value of a typed program, its batch written as a symbol.
-
-    A dimension that only happens to have the size of the batch stays a number.
-    """
-    found: dict[str, tuple[int | str, ...]] = {}
-    for node in facts.joint.module.graph.nodes:
-        value, kind = node.meta.get("val"), facts.types.get(node.name)
-        if isinstance(value, torch.Tensor):
-            shape: list[int | str] = list(value.shape)
-            if isinstance(kind, Sliced):
-                shape[kind.dim] = _symbolic(kind, symbol)
-            found[node.name] = tuple(shape)
-    return found
-
-
-def _symbolic(kind: Sliced, symbol: str) -> str:
-    text = symbol if kind.granule == 1 else f"{symbol}/{kind.granule}"
-    text = text if kind.outer == 1 else f"{kind.outer}*{text}"
-    return text if kind.inner == 1 else f"{text}*{kind.inner}"

@@ -7,15 +7,19 @@ another operand is lazy or the result would be large.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log2
 from typing import Any
 
 import torch
 
 from koila import events
+from koila.capture.bridge import Bridge
 from koila.capture.lazy import LazyTensor
-from koila.capture.recorder import Bridge, input_value, lazy_forward, scan_call
+from koila.capture.record import input_value, lazy_forward
+from koila.capture.scan import scan_call
 from koila.interfaces import BatchInfo
 from koila.ir.infer import compute_shape, infer
+from koila.ir.owned import function_key
 from koila.ir.prepass import prepass_of
 from koila.ir.replay import current_context
 from koila.ir.tree import leaves, map_leaves
@@ -57,17 +61,28 @@ class EagerTensor(torch.Tensor):
         return None
 
 
+def _log_bytes(args: Any, kwargs: Any) -> float:
+    """The binary logarithm of a number of bytes that no result of a call exceeds, whatever the function is.
+
+    A result is at most as large as the square of all operands, or the product of them (`einsum`); a number among the
+    arguments may stand for each of three dimensions, as a scale factor does; 16 bytes are the widest element.
+    """
+    found = list(leaves((args, kwargs)))
+    sizes = [max(1, leaf.numel()) for leaf in found if isinstance(leaf, torch.Tensor)]
+    numbers = [abs(leaf) for leaf in found if isinstance(leaf, (int, float)) and abs(leaf) > 1]
+    return max(2 * log2(sum(sizes) or 1), sum(map(log2, sizes))) + 3 * sum(map(log2, numbers)) + log2(16)
+
+
 def _is_large(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the call allocates at least `EagerTensor.large_bytes`."""
-    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     with torch._C.DisableTorchFunctionSubclass():
-        if sum(tensor.numel() for tensor in tensors) ** 2 * 16 < EagerTensor.large_bytes:
-            return False  # No product of the operands' sizes reaches the bound.
+        if _log_bytes(args, kwargs) < log2(EagerTensor.large_bytes):
+            return False
     scan, cacheable = scan_call(func, args, kwargs)
     key = None
     if cacheable:
         metas = tuple((prepass_of(operand), operand.is_leaf) for operand in scan.operands)  # type: ignore[arg-type,union-attr]
-        key = ("eager", func, current_context(), tuple(scan.statics), metas)
+        key = ("eager", function_key(func), current_context(), tuple(scan.statics), metas)
     inference = compute_shape(key, lambda: infer(func, scan.args, scan.kwargs, scan.operands))
     fresh = [out for out in inference.outputs if out.shares is None and out.same_as is None]
     large = sum(output.prepass.num_bytes for output in fresh) >= EagerTensor.large_bytes

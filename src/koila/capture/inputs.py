@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from koila.capture.eager import EagerTensor
-from koila.capture.lazy import LazyTensor
+from koila.capture.carried import run_carried
+from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.patches import install
-from koila.capture.recorder import input_value
+from koila.capture.record import input_value
 from koila.errors import CaptureError
 from koila.ir.source import user_site
 from koila.ir.tree import rebuild
@@ -79,13 +79,11 @@ def _make_lazy(tree: Any, batch: Any, group: _Group) -> Any:
     if isinstance(tree, LazyTensor):
         return tree
     if isinstance(tree, torch.Tensor):
-        real = tree.run() if isinstance(tree, EagerTensor) else tree
+        real = real_tensor(tree)
         if real.layout != torch.strided:
             return real
         dim = group.join(real, batch if isinstance(batch, int) else None)
-        value = input_value(real, dim)
-        value.budget = group.budget
-        return LazyTensor._wrap(value)
+        return LazyTensor._wrap(input_value(real, dim, group.budget))
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         return rebuild(type(tree), [_make_lazy(item, _member(batch, i), group) for i, item in enumerate(tree)])
     if isinstance(tree, dict):
@@ -110,6 +108,7 @@ def _user_mapping(tree: Any, batch: Any, group: _Group) -> Any:
 def make_lazy(values: tuple[Any, ...], batch: Any, budget: int | None = None) -> Any:
     """See `koila.lazy`."""
     install()
+    run_carried()
     group = _Group(budget)
     if len(values) == 1:
         return _make_lazy(values[0], _single(batch, values[0]), group)

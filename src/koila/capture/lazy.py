@@ -13,10 +13,14 @@ from typing import Any, NoReturn
 import torch
 
 from koila import events
-from koila.capture.lookup import lookup_function
-from koila.capture.recorder import Bridge, input_value, realize
+from koila.capture.bridge import Bridge
+from koila.capture.carried import run_carried
+from koila.capture.lookup import implementation, lookup_method
+from koila.capture.patches import install
+from koila.capture.record import budget_of, input_value, realize
 from koila.errors import CaptureError
-from koila.interfaces import BatchInfo
+from koila.interfaces import BatchInfo, RunnableTensor
+from koila.ir.graph import collect
 from koila.ir.node import Value
 from koila.ir.prepass import PrePass
 from koila.ir.source import user_site
@@ -26,7 +30,8 @@ from koila.ir.tree import map_leaves
 class LazyTensor(torch.Tensor):
     """A pending tensor: true shape, dtype, device and strides, no storage.
 
-    Made by `koila.lazy`. The class's own conversions are named after PyTorch's lazy core.
+    Made by `koila.lazy`; `LazyTensor(tensor, batch=0)` is `koila.lazy(tensor, batch=0)`. The class's own conversions
+    are named after PyTorch's lazy core.
 
     >>> import koila
     >>> x = koila.lazy(torch.arange(3.0))
@@ -35,6 +40,17 @@ class LazyTensor(torch.Tensor):
     """
 
     _value: Value
+
+    def __new__(cls, tensor: torch.Tensor, batch: int | None = 0) -> LazyTensor:
+        if not isinstance(tensor, torch.Tensor):
+            refuse(
+                f"LazyTensor takes a tensor, got a {type(tensor).__name__}", "koila.lazy takes any structure of tensors"
+            )
+        if isinstance(tensor, LazyTensor):
+            return tensor
+        install()
+        run_carried()
+        return LazyTensor._wrap(input_value(real_tensor(tensor), batch))
 
     @staticmethod
     def _wrap(value: Value) -> LazyTensor:
@@ -49,12 +65,13 @@ class LazyTensor(torch.Tensor):
             device=prepass.device,
         )
         wrapper._value = value
-        value.tensor = weakref.ref(wrapper)
+        # Nobody else can be this value yet, except after a shallow copy.
+        value.holders = (weakref.ref(wrapper),) if not value.holders else (*value.holders, weakref.ref(wrapper))
         return wrapper
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return lookup_function(func)(*args, **(kwargs or {}))
+        return implementation(func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -111,8 +128,17 @@ class LazyTensor(torch.Tensor):
 
     @property
     def batch(self) -> BatchInfo | None:
-        """The batch dimension that the analysis proves for this value; None if the value does not carry the batch."""
-        return Bridge.realizer.batch_of(self._value)
+        """The batch dimension of this value; None if it does not carry the batch.
+
+        It is known for an input and for a result of a run. For a pending value the analysis proves it, which traces the
+        value's program and runs nothing.
+        """
+        value = self._value
+        if value.batch is not None:
+            return BatchInfo(value.batch, value.prepass.shape[value.batch])
+        if value.real is not None or not collect([value], []).batches:
+            return None
+        return Bridge.realizer.batch_of(value)
 
     def __hash__(self) -> int:
         return id(self)
@@ -139,12 +165,22 @@ class LazyTensor(torch.Tensor):
         return real.detach().clone() if detached else real
 
     def set_tensor(self, tensor: torch.Tensor) -> None:
-        """From now on this lazy tensor is `tensor`; what was pending for it is forgotten."""
-        self._adopt(input_value(tensor))
+        """From now on this lazy tensor is `tensor`; what was pending for it is forgotten.
+
+        Batch and budget stay. Another lazy tensor is not run: both are then the same value, which takes this budget if
+        it has none.
+        """
+        budget = budget_of([self._value])
+        if isinstance(tensor, LazyTensor):
+            if budget_of([tensor._value]) is None:
+                tensor._value.budget = budget
+            self._adopt(tensor._value)
+        else:
+            self._adopt(input_value(real_tensor(tensor), self._value.batch, budget))
 
     def update_from_tensor(self, tensor: torch.Tensor, sync: bool = False) -> None:
-        """Take the data of `tensor` as it is now; with `sync` it is copied at once, else when tensors would."""
-        self._adopt(input_value(tensor.detach().clone() if sync else tensor))
+        """Take the data of `tensor`, as `set_tensor` does; with `sync` a copy of the data as it is now."""
+        self.set_tensor(real_tensor(tensor).detach().clone() if sync else tensor)
 
     def update_from_tensor_out(self, tensor: torch.Tensor) -> None:
         """Write `tensor` into this value, keeping its shape, dtype and aliases, as `out=` does."""
@@ -154,11 +190,11 @@ class LazyTensor(torch.Tensor):
                 where=str(user_site()),
                 hint="use set_tensor, which takes any shape",
             )
-        self.copy_(tensor)
+        lookup_method("copy_")(self, tensor)
 
     def shallow_copy_to(self, destination: LazyTensor) -> None:
-        """Let `destination` be the same value."""
-        destination._adopt(self._value)
+        """Let `destination` be the same value; see `set_tensor`."""
+        destination.set_tensor(self)
 
     def data_value(self) -> Value:
         """The recorded value behind this tensor (`data()` of the lazy core; `data` is PyTorch's own attribute)."""
@@ -169,30 +205,37 @@ class LazyTensor(torch.Tensor):
         return self._value.prepass
 
     def _adopt(self, value: Value) -> None:
+        self._value.release(self)
         self._value = value
-        value.tensor = weakref.ref(self)
+        value.hold(self)
 
-    # Forced by name, not through __torch_function__.
+    # Called by name, not through __torch_function__.
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return realize(self._value, "__array__").__array__(*args, **kwargs)
+        return lookup_method("__array__")(self, *args, **kwargs)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return realize(self._value, "__dlpack__").__dlpack__(*args, **kwargs)
+        return lookup_method("__dlpack__")(self, *args, **kwargs)
 
     def __dlpack_device__(self) -> Any:
-        return realize(self._value, "__dlpack__").__dlpack_device__()
+        return lookup_method("__dlpack_device__")(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return realize(self._value, "pickle").__reduce_ex__(protocol)
+        return lookup_method("__reduce_ex__")(self, protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
         real = realize(self._value, "deepcopy")
-        copy = memo[id(self)] = LazyTensor._wrap(input_value(real.__deepcopy__(memo), self._value.batch))
+        value = input_value(real.__deepcopy__(memo), self._value.batch, budget_of([self._value]))
+        copy = memo[id(self)] = LazyTensor._wrap(value)
         return copy
 
 
 _ADINPLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def real_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The real tensor behind an eager or a lazy one; a plain tensor is its own."""
+    return tensor.run() if isinstance(tensor, RunnableTensor) else tensor
 
 
 def refuse(fact: str, hint: str) -> NoReturn:

@@ -10,13 +10,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from koila.capture.recorder import Bridge, lazy_forward, realize, record, scan_call
+from koila.capture.bridge import Bridge
+from koila.capture.record import lazy_forward, realize, record
+from koila.capture.scan import scan_call
 from koila.errors import CaptureError
+from koila.ir.cache import register
 from koila.ir.node import Value
 from koila.ir.prepass import Inference, Output, prepass_of
 from koila.ir.replay import current_context
@@ -93,26 +97,36 @@ def _backward(
     _autograd_backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> Any:
     """Recorded like any other call: its results have the layout of its inputs."""
-    scan, cacheable = scan_call(torch.autograd.grad, (outputs, inputs, *args), kwargs)
-    create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-    if kwargs.get("allow_unused") or kwargs.get("is_grads_batched") or kwargs.get("materialize_grads"):
-        return _grad_on_real(outputs, inputs, args, kwargs)
+    args = (outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched)
+    if allow_unused or is_grads_batched or materialize_grads:
+        return _grad_on_real(*args, materialize_grads)
+    scan, cacheable = scan_call(torch.autograd.grad, args, {})
     metas = tuple(Output(_prepass(tensor).with_grad(bool(create_graph))) for tensor in _as_tuple(inputs))
     return record(torch.autograd.grad, scan, Inference(metas, metas, ordered=True), current_context(), cacheable)
 
 
-def _grad_on_real(outputs: Any, inputs: Any, args: Any, kwargs: Any) -> Any:
+def _grad_on_real(outputs: Any, inputs: Any, *options: Any) -> Any:
     """Which results are None depends on the graph: run first, then ask it."""
     lazies = [t._value for t in (*_as_tuple(outputs), *_as_tuple(inputs)) if type(t) is Bridge.lazy_type]
     Bridge.realizer.materialize(lazies, "autograd.grad")
-    return _forced("autograd.grad", torch.autograd.grad)(outputs, inputs, *args, **kwargs)
+    return _forced("autograd.grad", torch.autograd.grad)(outputs, inputs, *options)
 
 
 def _prepass(tensor: Any) -> Any:
     if type(tensor) is Bridge.lazy_type:
-        return tensor._value.prepass
+        return tensor._value.prepass.with_batch(None)
     return prepass_of(tensor)
 
 
@@ -189,6 +203,8 @@ _FORCING = (
     "__index__", "__complex__", "__reduce_ex__", "share_memory_", "is_shared", "__array__", "__dlpack__",
     "__dlpack_device__", "_typed_storage", "is_pinned", "const_data_ptr",
 )  # fmt: skip
+_REASONS = {"__reduce_ex__": "pickle", "__dlpack_device__": "__dlpack__"}
+"""What asked for the data, where the method has another name."""
 _METADATA = (
     "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "element_size", "ndimension",
     "is_contiguous", "get_device", "is_signed", "storage_offset", "__len__", "is_inference",
@@ -215,7 +231,8 @@ def _table() -> dict[Any, Handler]:
         torch.is_floating_point: _metadata(_T.is_floating_point),
         torch.is_complex: _metadata(_T.is_complex),
     }
-    table.update({getattr(_T, name): _forced(name, getattr(_T, name)) for name in _FORCING if hasattr(_T, name)})
+    forcing = (name for name in _FORCING if hasattr(_T, name))
+    table.update({getattr(_T, name): _forced(_REASONS.get(name, name), getattr(_T, name)) for name in forcing})
     table.update({getattr(_T, name): _metadata(getattr(_T, name)) for name in _METADATA})
     for name in _METADATA_ATTRIBUTES:
         getter = getattr(_T, name).__get__
@@ -242,3 +259,30 @@ def lookup_method(name: str) -> Handler:
         AttributeError: `torch.Tensor` has no such method.
     """
     return lookup_function(getattr(torch.Tensor, name))
+
+
+class _Found:
+    """What was found for functions of PyTorch that were called before, so that each is looked up once."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Handler, Handler] = {}
+        register(self)
+
+    def clear(self) -> None:
+        self.entries.clear()
+
+    def look_up(self, func: Handler) -> Handler:
+        """Look up a function, and remember it if it is PyTorch's own: a user's function must not be kept alive."""
+        name = getattr(func, "__name__", "")
+        found = lookup_method(name) if getattr(_T, name, None) is func else lookup_function(func)
+        if not isinstance(func, FunctionType) or func.__module__.startswith("torch."):
+            self.entries[func] = found
+        return found
+
+
+_found = _Found()
+
+
+def implementation(func: Handler) -> Handler:
+    """The lazy implementation of whatever `__torch_function__` is called with: a method of tensors, or a function."""
+    return _found.entries.get(func) or _found.look_up(func)

@@ -7,8 +7,9 @@ after what is pending for them. Without anything lazy all of them do exactly wha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ import torch.utils.checkpoint
 from torch.nn.parallel import distributed
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from koila.capture.recorder import Bridge, lazy_forward, realize, recorder
+from koila.capture.bridge import Bridge
+from koila.capture.pending import recorder
+from koila.capture.record import lazy_forward, realize
+from koila.ir.owned import OwnedCall
 from koila.ir.tree import leaves
 
 
@@ -24,19 +28,19 @@ def _has_lazy(tree: Any) -> bool:
     return any(type(leaf) is Bridge.lazy_type for leaf in leaves(tree))
 
 
-@cache
-def _function_call(function: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """One stable callable per autograd function: its forward and backward are recorded as one call."""
+class _FunctionCall(OwnedCall):
+    """A user's `autograd.Function`: its forward and backward are recorded as one call."""
 
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        return original(function, *args, **kwargs)
+    __slots__ = ()
+    original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"].__func__
+    """PyTorch's own `Function.apply`."""
 
-    apply.__name__ = apply.__qualname__ = f"{function.__name__}.apply"
-    return apply
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _FunctionCall.original(self.owner, *args, **kwargs)
 
 
 def _patch_function() -> None:
-    original = torch.autograd.Function.__dict__["apply"].__func__
+    original = _FunctionCall.original
 
     @wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +48,7 @@ def _patch_function() -> None:
             return original(cls, *args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return args[0](*args[2:])  # (function, preserve_rng_state, *its arguments): inlined.
-        return lazy_forward(_function_call(cls, original), *args, **kwargs)
+        return lazy_forward(_FunctionCall(cls, f"{cls.__name__}.apply"), *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
 
@@ -76,21 +80,13 @@ def _patch_state() -> None:
         setattr(torch.nn.Module, name, wraps(original)(settled))
 
 
-class _WholeModule:
+class _WholeModule(OwnedCall):
     """A module that fuses its work on plain tensors: recorded as one call, its parameters among the operands."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self.__name__ = self.__qualname__ = type(module).__name__
+    __slots__ = ()
 
     def __call__(self, state: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-        return torch.func.functional_call(self.module, state, tuple(args), kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _WholeModule) and self.module is other.module
-
-    def __hash__(self) -> int:
-        return id(self.module)
+        return torch.func.functional_call(self.owner, state, tuple(args), kwargs)
 
 
 def _patch_fast_paths() -> None:
@@ -102,7 +98,7 @@ def _patch_fast_paths() -> None:
             if self.training or not _has_lazy((args, kwargs)) or _differentiates(self, args, kwargs):
                 return _original(self, *args, **kwargs)
             state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-            return lazy_forward(_WholeModule(self), state, args, kwargs)
+            return lazy_forward(_WholeModule(self, type(self).__name__), state, args, kwargs)
 
         kind.forward = wraps(original)(forward)  # type: ignore[method-assign]
 
@@ -131,12 +127,20 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     Bridge.realizer.before_step([p for group in optimizer.param_groups for p in group["params"]])
 
 
-@cache
+_lock = threading.Lock()
+_installed: list[bool] = []
+
+
 def install() -> None:
-    """Patch once."""
-    _patch_function()
-    _patch_checkpoint()
-    _patch_state()
-    _patch_fast_paths()
-    _patch_ddp()
-    register_optimizer_step_pre_hook(_before_step)
+    """Patch once, whichever thread comes first."""
+    if _installed:
+        return
+    with _lock:
+        if not _installed:
+            _patch_function()
+            _patch_checkpoint()
+            _patch_state()
+            _patch_fast_paths()
+            _patch_ddp()
+            register_optimizer_step_pre_hook(_before_step)
+            _installed.append(True)

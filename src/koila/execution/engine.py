@@ -14,7 +14,7 @@ from koila import events
 from koila._budget import Budget, current_budget
 from koila.analysis.program import NotSplittable, program_of
 from koila.capture.lookup import BackwardRequest
-from koila.capture.recorder import Recorder
+from koila.capture.pending import Recorder
 from koila.errors import BudgetError
 from koila.execution.attach import attached, count_fallback
 from koila.execution.commit import (

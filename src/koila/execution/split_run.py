@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from koila import events
 from koila.analysis.split import Facts, Item

@@ -1,59 +1,106 @@
-"""A bounded cache that says why it missed.
+"""Bounded caches that say why they missed, and the list of all of them.
 
-*Takes* hashable keys. *Gives* what was stored, and counts `<name>::hit`, `<name>::miss::<reason>`.
+*Takes* hashable keys. *Gives* what was stored, and counts `<name>::hit`, `<name>::miss::<reason>`. `clear_all` empties
+every cache of the process, so that a test starts with nothing known.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from koila import events
 
 V = TypeVar("V")
 
 
+class Clearable(Protocol):
+    """Something that remembers, and can forget."""
+
+    def clear(self) -> None: ...
+
+
+_all: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def register(cache: Clearable) -> None:
+    """Let `clear_all` know of a cache; the caches of this module are known by themselves."""
+    _all.add(cache)
+
+
+def clear_all() -> None:
+    """Empty every cache: shapes, programs, plans, and the tries of all threads."""
+    for cache in list(_all):
+        cache.clear()
+
+
 class Cache(Generic[V]):
-    """Least recently used entries are dropped beyond `max_size`.
+    """A cache that drops its least recently used entries, for any number of threads.
+
+    Args:
+        name: The name of its counters.
+        max_size: How much it holds: the number of entries, or their weight in all.
+        weigh: What an entry weighs, in bytes, say; each weighs one if not given. An entry that weighs more than
+            `max_size` alone is not stored.
 
     >>> squares = Cache("squares", max_size=2)
     >>> squares.get_or_add(3, lambda: 9), squares.get_or_add(3, lambda: 0)
     (9, 9)
     """
 
-    def __init__(self, name: str, max_size: int) -> None:
+    def __init__(self, name: str, max_size: int, weigh: Callable[[V], int] | None = None) -> None:
         self.name = name
         self.max_size = max_size
-        self._entries: OrderedDict[Hashable, V] = OrderedDict()
+        self.weight = 0
+        """What the entries weigh in all."""
+        self._weigh = weigh
+        self._entries: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._dropped = 0
+        self._lock = threading.RLock()  # Dropping an entry may run finalizers, which may look something up here.
+        register(self)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, key: Hashable) -> V | None:
         """The entry, or None; counted."""
-        found = self._entries.get(key)
+        with self._lock:
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
         if found is None:
             events.count(f"{self.name}::miss::{'new' if not self._dropped else 'new or dropped'}")
             return None
-        self._entries.move_to_end(key)
         events.count(f"{self.name}::hit")
-        return found
+        return found[0]
 
     def add(self, key: Hashable, entry: V) -> V:
         """Store an entry."""
-        self._entries[key] = entry
-        while len(self._entries) > self.max_size:
-            self._entries.popitem(last=False)
-            self._dropped += 1
+        weight = 1 if self._weigh is None else self._weigh(entry)
+        with self._lock:
+            self._drop(key)
+            self._entries[key] = entry, weight
+            self.weight += weight
+            while self.weight > self.max_size:
+                self._drop(next(iter(self._entries)))
+                self._dropped += 1
         return entry
 
     def get_or_add(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The entry; made and stored if it is not there."""
+        """The entry; made and stored if it is not there. Two threads may make it at once: both get what they made."""
         found = self.get(key)
         return self.add(key, make()) if found is None else found
 
     def clear(self) -> None:
-        self._entries.clear()
-        self._dropped = 0
+        """Forget every entry."""
+        with self._lock:
+            self._entries.clear()
+            self.weight = self._dropped = 0
+
+    def _drop(self, key: Hashable) -> None:
+        dropped = self._entries.pop(key, None)
+        if dropped is not None:
+            self.weight -= dropped[1]

@@ -8,8 +8,7 @@ Nothing here knows any operator by name except those that hide what they do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from koila._scopes import Scopes
 from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
 from koila.ir.node import Value
@@ -101,16 +101,15 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Fake tensors log a traceback for every wrong shape; eager's own error follows anyway."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = was
+_silent = Scopes[bool]("silent")
+
+
+def _is_heard(record: logging.LogRecord) -> bool:
+    return not _silent.innermost
+
+
+# Fake tensors log a traceback for every wrong shape; eager's own error follows anyway.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_heard)
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
@@ -153,7 +152,7 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
             swap = lambda leaf: fakes.get(id(leaf), leaf)  # noqa: E731
             fake_args, fake_kwargs = map_leaves(args, swap), map_leaves(kwargs, swap)
             before = {key: _state(fake) for key, fake in fakes.items()}
-            with watch, _quiet(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            with watch, _silent.inside(True), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 result = func(*fake_args, **fake_kwargs)
         ordered = [fakes[id(operand)] for operand in operands]
         written = [

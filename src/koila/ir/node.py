@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -36,14 +36,24 @@ class Storage:
         self.requires_grad = False
         """Whether a write made its views require grad."""
 
+    def forget(self, executed: Container[Node]) -> None:
+        """These nodes have run. Each entry is removed by itself: another thread may be recording a new one."""
+        for writer in list(self.writers):
+            if writer in executed:
+                self.writers.remove(writer)
+        for reader in list(self.readers):
+            node = reader()
+            if node is None or node in executed:
+                self.readers.remove(reader)
+
 
 class Value:
     """One tensor of the recorded program; pending until it is bound to a real tensor."""
 
     __slots__ = (
         "__weakref__",
-        "batch",
         "budget",
+        "holders",
         "index",
         "is_view",
         "keep",
@@ -52,7 +62,6 @@ class Value:
         "prepass",
         "real",
         "storage",
-        "tensor",
     )
 
     def __init__(self, prepass: PrePass, storage: Storage, node: Node | None, index: int) -> None:
@@ -64,14 +73,13 @@ class Value:
         """Which result of the producer it is."""
         self.real: torch.Tensor | None = None
         """The real tensor it is bound to."""
-        self.batch: int | None = None
-        """The batch dimension that `koila.lazy` was told, for inputs."""
         self.budget: int | None = None
-        """Bytes that a run of this input may allocate, where `koila.lazy` was told."""
+        """Bytes that a run may allocate that starts from this value: what `koila.lazy` was told, for inputs and for
+        what was computed from them."""
         self.position: tuple[int, int] = (-1, -1)
         """(recording epoch, number within it): its name while the trie is walked."""
-        self.tensor: weakref.ref[Any] | None = None
-        """The LazyTensor that the user holds."""
+        self.holders: tuple[weakref.ref[Any], ...] = ()
+        """The LazyTensors that are this value; the user may hold several."""
         self.is_view = False
         self.keep = False
         """Whether the user asked for it to be a result of the run that computes it."""
@@ -81,9 +89,27 @@ class Value:
         return self.prepass.requires_grad or (self.is_view and self.storage.requires_grad)
 
     @property
+    def batch(self) -> int | None:
+        """The batch dimension, where it is known; see `PrePass.batch`."""
+        return self.prepass.batch
+
+    @batch.setter
+    def batch(self, dim: int | None) -> None:
+        self.prepass = self.prepass.with_batch(dim)
+
+    @property
     def is_held(self) -> bool:
         """Whether the user still holds it."""
-        return self.tensor is not None and self.tensor() is not None
+        return any(holder() is not None for holder in self.holders)
+
+    def hold(self, tensor: Any) -> None:
+        """A LazyTensor is this value from now on."""
+        alive = [holder for holder in self.holders if holder() is not None]
+        self.holders = (*alive, weakref.ref(tensor))
+
+    def release(self, tensor: Any) -> None:
+        """A LazyTensor has become another value."""
+        self.holders = tuple(holder for holder in self.holders if holder() is not tensor)
 
     def bind(self, real: torch.Tensor) -> None:
         """From now on the value is this tensor."""

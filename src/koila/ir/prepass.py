@@ -2,21 +2,25 @@
 
 *Takes* fake or real tensors. *Gives* interned `PrePass` records (equal records are the same object, so that a record
 is a cheap key) and `Inference`, the answer of shape inference for one call: results, aliases, writes, random draws.
+Records are interned weakly: one that no value and no cache refers to is forgotten.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+_Key = tuple[Any, ...]
+
 
 class PrePass:
-    """Shape, strides, offset, dtype, device, layout and requires_grad of a value; compare with `is`."""
+    """Shape, strides, offset, dtype, device, layout, requires_grad and batch of a value; compare with `is`."""
 
-    __slots__ = ("device", "dtype", "layout", "offset", "requires_grad", "shape", "stride")
+    __slots__ = ("__weakref__", "batch", "device", "dtype", "layout", "offset", "requires_grad", "shape", "stride")
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -25,9 +29,12 @@ class PrePass:
     device: torch.device
     layout: torch.layout
     requires_grad: bool
+    batch: int | None
+    """The batch dimension where it is known: `koila.lazy` was told it, or the analysis proved it in a run. None says
+    nothing: recording never guesses."""
 
-    def __init__(self, key: tuple[Any, ...]) -> None:
-        self.shape, self.stride, self.offset, self.dtype, self.device, self.layout, self.requires_grad = key
+    def __init__(self, key: _Key) -> None:
+        self.shape, self.stride, self.offset, self.dtype, self.device, self.layout, self.requires_grad, self.batch = key
 
     @property
     def num_bytes(self) -> int:
@@ -39,25 +46,44 @@ class PrePass:
 
     def with_grad(self, requires_grad: bool) -> PrePass:
         """The same record with another requires_grad."""
-        key = (self.shape, self.stride, self.offset, self.dtype, self.device, self.layout, requires_grad)
-        return _intern(key)
+        return self._replaced(requires_grad=requires_grad)
 
     def on(self, device: torch.device) -> PrePass:
         """The same record on another device."""
-        return _intern((self.shape, self.stride, self.offset, self.dtype, device, self.layout, self.requires_grad))
+        return self._replaced(device=device)
+
+    def with_batch(self, dim: int | None) -> PrePass:
+        """The same record with another batch dimension; None where the value has no such dimension.
+
+        >>> prepass_of(torch.zeros(2, 3)).with_batch(1).batch
+        1
+        """
+        known = dim if dim is not None and -len(self.shape) <= dim < len(self.shape) else None
+        return self._replaced(batch=known if known is None else known % len(self.shape))
+
+    def _replaced(self, **fields: Any) -> PrePass:
+        names = ("shape", "stride", "offset", "dtype", "device", "layout", "requires_grad", "batch")
+        return _intern(tuple(fields[name] if name in fields else getattr(self, name) for name in names))
 
     def __repr__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-_interned: dict[tuple[Any, ...], PrePass] = {}
+_interned: dict[_Key, weakref.KeyedRef[_Key, PrePass]] = {}
 
 
-def _intern(key: tuple[Any, ...]) -> PrePass:
-    found = _interned.get(key)
+def _intern(key: _Key) -> PrePass:
+    reference = _interned.get(key)
+    found = None if reference is None else reference()
     if found is None:
-        found = _interned[key] = PrePass(key)
+        found = PrePass(key)
+        _interned[key] = weakref.KeyedRef(found, _forget, key)
     return found
+
+
+def _forget(reference: weakref.KeyedRef[_Key, PrePass]) -> None:
+    if _interned.get(reference.key) is reference:
+        del _interned[reference.key]
 
 
 def prepass_of(tensor: torch.Tensor) -> PrePass:
@@ -76,6 +102,7 @@ def prepass_of(tensor: torch.Tensor) -> PrePass:
             tensor.device,
             tensor.layout,
             tensor.requires_grad,
+            None,
         )
     )
 

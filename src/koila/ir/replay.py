@@ -100,9 +100,7 @@ def current_context() -> Context:
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     key = (grad, inference, autocast, _in_region(), torch.get_default_dtype(), _kernels())
     found = _contexts.get(key)
-    if found is None:
-        found = _contexts[key] = Context(*key)
-    return found
+    return found if found is not None else _contexts.setdefault(key, Context(*key))
 
 
 Lookup = Callable[[Any], Any]

@@ -13,6 +13,8 @@ import torch
 
 _INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _internal_code: dict[CodeType, bool] = {}
+MAX_CODES = 10_000
+"""How many code objects are remembered, so that generated code does not stay alive for good."""
 
 
 class Site:
@@ -51,6 +53,8 @@ class Site:
 def _is_internal(code: CodeType) -> bool:
     known = _internal_code.get(code)
     if known is None:
+        if len(_internal_code) >= MAX_CODES:
+            _internal_code.clear()
         known = _internal_code[code] = code.co_filename.startswith((*_INTERNAL, "<"))
     return known
 

@@ -2,26 +2,38 @@
 
 *Takes* the keys of recorded calls one after the other. *Gives* the inference that the same call had after the same
 calls before it. Operands are named by their position in the program, so a hit compares no shapes at all.
+
+The trie is bounded by its nodes. When it is full, the program that was used least recently goes: its last call, and
+the calls before it that no other program shares. What is forgotten in the middle of a program would leave the rest of
+it at a wrong place, so such a program leaves the trie until the next one begins.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import cast
 
 from koila import events
+from koila.ir.cache import register
 from koila.ir.prepass import Inference
 
 
 class TrieNode:
     """One recorded call, after the calls on the way from the root."""
 
-    __slots__ = ("hits", "inference", "successors")
+    __slots__ = ("hits", "inference", "key", "parent", "successors", "used")
 
-    def __init__(self, inference: Inference | None) -> None:
+    def __init__(self, inference: Inference | None, parent: TrieNode | None = None, key: Hashable = None) -> None:
         self.inference = inference
-        self.successors: OrderedDict[Hashable, TrieNode] = OrderedDict()
+        self.parent = parent
+        """The call before it; None for the root, and for a node that was forgotten."""
+        self.key = key
+        """Its name among the successors of `parent`."""
+        self.successors: dict[Hashable, TrieNode] = {}
         self.hits = 0
+        self.used = 0
+        """The program (by number) that went through it last."""
 
 
 class TrieCache:
@@ -41,37 +53,87 @@ class TrieCache:
         self.max_nodes = max_nodes
         self.num_nodes = 0
         self.root = TrieNode(None)
-        self.current = self.root
+        self.current: TrieNode | None = self.root
+        """Where the program stands; None after it left the trie."""
+        self._ends: OrderedDict[TrieNode, None] = OrderedDict()
+        """The last calls of whole programs, the least recently used first."""
+        self._program = 0
+        register(self)
 
     def reset_current(self) -> None:
         """Start again at the root: a new program begins."""
+        self._note_end()
+        self._program += 1
         self.current = self.root
 
     def traverse(self, key: Hashable) -> Inference | None:
         """Follow the call from the current node; None if no program went this way."""
-        successor = self.current.successors.get(key)
+        current = self.current
+        if current is None:
+            events.count("trie::miss::forgotten")
+            return None
+        successor = current.successors.get(key)
         if successor is None:
-            events.count("trie::miss::" + ("new program" if self.current.successors else "end of the known path"))
+            events.count("trie::miss::" + ("new program" if current.successors else "end of the known path"))
             return None
         successor.hits += 1
+        successor.used = self._program
         self.current = successor
         events.count("trie::hit")
         return successor.inference
 
-    def insert(self, key: Hashable, inference: Inference) -> TrieNode:
-        """Add the call behind the current node and go there."""
-        if self.num_nodes >= self.max_nodes:
-            self.clear()
-        successors = self.current.successors
-        if len(successors) >= self.max_successors:
-            successors.popitem(last=False)
-        node = successors[key] = TrieNode(inference)
+    def insert(self, key: Hashable, inference: Inference) -> TrieNode | None:
+        """Add the call behind the current node and go there; None if the program is not in the trie."""
+        while self.current is not None and self.num_nodes >= self.max_nodes:
+            self._forget_program()
+        current = self.current
+        if current is None:
+            return None
+        if len(current.successors) >= self.max_successors:
+            self._forget_below(min(current.successors.values(), key=lambda node: node.used))
+        node = current.successors[key] = TrieNode(inference, current, key)
+        node.used = self._program
         self.num_nodes += 1
         self.current = node
         return node
 
     def clear(self) -> None:
-        """Forget every program."""
-        self.root = TrieNode(None)
-        self.current = self.root
+        """Forget every program; one that is being recorded leaves the trie."""
+        self.current = self.root if self.current is self.root else None
+        self.root.successors = {}
+        self._ends.clear()
         self.num_nodes = 0
+
+    def _note_end(self) -> None:
+        if self.current is not None and self.current is not self.root:
+            self._ends[self.current] = None
+            self._ends.move_to_end(self.current)
+
+    def _forget_program(self) -> None:
+        """Forget the program that was used least recently; if there is only the current one, it leaves the trie."""
+        if not self._ends:
+            self._note_end()
+            self.current = None
+            return
+        node, _ = self._ends.popitem(last=False)
+        while not node.successors and node is not self.current and node is not self.root and node not in self._ends:
+            node = self._remove(node)
+
+    def _forget_below(self, node: TrieNode) -> None:
+        """Forget a node and every program that goes through it."""
+        self._remove(node)
+        below = list(node.successors.values())
+        while below:
+            following = below.pop()
+            below += following.successors.values()
+            self.num_nodes -= 1
+            self._ends.pop(following, None)
+
+    def _remove(self, node: TrieNode) -> TrieNode:
+        """Take a node from its parent, and give the parent."""
+        parent = cast(TrieNode, node.parent)
+        del parent.successors[node.key]
+        node.parent = None
+        self.num_nodes -= 1
+        self._ends.pop(node, None)
+        return parent

@@ -1,6 +1,7 @@
 """What koila counted and measured: users see this module as `koila.metrics`.
 
-Takes: the counters, sites and metrics that the stages left in `koila.events`.
+Takes: the counters, sites and metrics that the stages left in `koila.events`, and metrics of the user's own: a
+`Metric` is reported from its first sample on.
 Gives: them by name, and a readable report of all of them.
 """
 
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from koila import events
+from koila.events import Metric
 
 __all__ = [
+    "Metric",
     "MetricData",
     "counter_names",
     "counter_sites",

@@ -31,6 +31,21 @@ def test_run_gives_a_grad_fn_that_eager_code_can_use(chunk_size: int | None) -> 
     assert koila.run(koila.lazy(torch.ones(5, 3)) * weight, detach=True).grad_fn is None
 
 
+def test_run_takes_anything_that_can_be_run() -> None:
+    class Job:
+        def __init__(self, result: Any) -> None:
+            self.result = result
+
+        def run(self) -> Any:
+            return self.result
+
+    weight = torch.ones(2, requires_grad=True)
+    found = koila.run([Job(7), {"a": Job(weight * 2)}, koila.lazy(torch.ones(2)) + 1, Job])
+    assert found[0] == 7 and found[1]["a"].requires_grad and found[2].tolist() == [2.0, 2.0]
+    assert found[3] is Job, "a class is not a job"
+    assert not koila.run(Job(weight * 2), detach=True).requires_grad
+
+
 def test_run_of_real_tensors_gives_them_back() -> None:
     x = torch.ones(2)
     assert koila.run(x) is x

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import koila
 from koila import events
 from koila.events import ChunkEnd, Fallback, PhaseStart, RunEnd, RunStart
 from koila.reporting import metrics
@@ -165,3 +166,28 @@ def test_progress_unsubscribes_when_the_block_raises() -> None:
     with pytest.raises(RuntimeError, match="inside"), progress():
         raise RuntimeError("inside")
     assert events._listeners == ()
+
+
+def test_a_user_s_own_metric_is_reported_from_its_first_sample_on() -> None:
+    metric = koila.metrics.Metric("mine::tokens", repr_fn=lambda value: f"{value:.0f} tokens")
+    assert metrics.metric_names() == []
+    metric.add_sample(3)
+    metric.add_sample(4)
+    assert metrics.metric_data("mine::tokens").accumulator == 7
+    assert "mine::tokens: total 7 tokens over 2 samples" in metrics.report()
+
+
+def test_two_metrics_of_one_name_are_one_series_in_the_report() -> None:
+    first, second = koila.metrics.Metric("mine"), koila.metrics.Metric("mine")
+    first.add_sample(1)
+    second.add_sample(2)
+    assert (first.accumulator, second.accumulator) == (3, 2)
+    assert metrics.metric_data("mine").accumulator == 3
+
+
+def test_reset_forgets_the_samples_of_a_metric_that_is_still_used() -> None:
+    metric = koila.metrics.Metric("mine")
+    metric.add_sample(1)
+    metrics.reset()
+    metric.add_sample(5)
+    assert metrics.metric_data("mine").accumulator == 5

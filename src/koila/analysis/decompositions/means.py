@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from koila.analysis import prepasses
 from koila.analysis.monoids import HALVES
 
 aten = torch.ops.aten
@@ -23,10 +24,10 @@ def mean(self: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 def mean_dim(self: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """The sum over some dimensions, divided once; half precision is summed and divided in float32."""
     result = self.dtype if dtype is None else dtype
-    dims = dim or range(self.ndim)
-    count = prod(self.shape[place] for place in dims) if self.ndim else 1
+    count = prod(self.shape[place] for place in prepasses.reduced_dims(dim, self.ndim)) if self.ndim else 1
     wide = torch.float32 if result in HALVES else result
     total = aten.sum.dim_IntList(self, dim, keepdim, dtype=wide)
+    assert tuple(total.shape) == prepasses.mean(self.shape, dim, keepdim)[0]
     return cast(aten.div.Scalar(total, count), result)
 
 

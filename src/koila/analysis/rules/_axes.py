@@ -52,14 +52,6 @@ def left(ndim: int, rigid: set[int] | frozenset[int] = frozenset()) -> Labels:
     return tuple(None if dim in rigid else dim for dim in range(ndim))
 
 
-def dims_of(value: Any, ndim: int) -> set[int]:
-    """Dimensions counted from the left, from an argument that is one, a list of them, or None (all)."""
-    if value is None:
-        return set(range(ndim))
-    dims = value if isinstance(value, (tuple, list)) else (value,)
-    return {dim % ndim if ndim else 0 for dim in dims}
-
-
 def follow(call: Call, axes: Axes) -> ChunkRule | None:
     """The ruling for the first Sliced operand that all others can follow."""
     for label, kind in _leaders(call, axes):

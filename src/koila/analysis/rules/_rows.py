@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from koila.analysis.chunk_rule import Call, ChunkRule, Operand, Rule
-from koila.analysis.rules._axes import Axes, Labels, dims_of, follow, right
+from koila.analysis.prepasses import dims_of
+from koila.analysis.rules._axes import Axes, Labels, follow, right
 from koila.analysis.types import Merged, Sliced, SplitType
 
 Check = Callable[[Call], bool]

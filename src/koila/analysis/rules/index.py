@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from koila.analysis.chunk_rule import Call, ChunkRule, Operand, Rule
-from koila.analysis.rules._axes import Axes, Label, Labels, dims_of, follow, left, right
+from koila.analysis.prepasses import dims_of
+from koila.analysis.rules._axes import Axes, Label, Labels, follow, left, right
 from koila.analysis.rules._rows import along, inexact, letters
 from koila.analysis.types import Merged
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from koila.analysis.chunk_rule import Call, ChunkRule, Rule
-from koila.analysis.rules._axes import Axes, dims_of, follow, left, right
+from koila.analysis.prepasses import dims_of
+from koila.analysis.rules._axes import Axes, follow, left, right
 from koila.analysis.rules._rows import along, either, letters, trailing
 
 aten = torch.ops.aten

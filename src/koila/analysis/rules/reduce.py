@@ -28,9 +28,11 @@ from koila.analysis.monoids import (
     Sum,
     narrow_dtype,
 )
-from koila.analysis.rules._axes import Axes, dims_of, follow, left, right
+from koila.analysis.prepasses import Inferred, mean, reduce_dims, reduced_dims
+from koila.analysis.rules._axes import Axes, follow, left, right
 from koila.analysis.rules._rows import plain_number, weighted
 from koila.analysis.types import WHOLE, Merged, Sliced
+from koila.interfaces import BatchInfo
 
 aten = torch.ops.aten
 
@@ -38,33 +40,23 @@ Merge = Callable[[Call, Sliced, set[int]], ChunkRule | None]
 """What a reduction over these dimensions, one of which holds the batch, comes to."""
 
 
-def reduced_dims(call: Call) -> set[int]:
-    """The dimensions that a reduction removes; no argument, None or an empty list mean all."""
-    dim = call.arguments.get("dim")
-    return dims_of(None if isinstance(dim, (tuple, list)) and not dim else dim, call["self"].ndim)
-
-
-def _reduced_shape(call: Call, dims: set[int]) -> tuple[int, ...]:
-    sizes = enumerate(call["self"].shape)
-    if call.arguments.get("keepdim"):
-        return tuple(1 if dim in dims else size for dim, size in sizes)
-    return tuple(size for dim, size in sizes if dim not in dims)
-
-
-def reduction(merge: Merge | None) -> Rule:
-    """One rule for every reduction of `self`."""
+def reduction(merge: Merge | None, infer: Callable[..., Inferred] = reduce_dims) -> Rule:
+    """One rule for every reduction of `self`; `infer` says what shape the result has and where its batch is."""
 
     def rule(call: Call) -> ChunkRule | None:
         operand: Operand = call["self"]
-        kind, dims = operand.type, reduced_dims(call)
+        kind = operand.type
         if not isinstance(kind, Sliced):
             return None
-        if any(result is None or result.shape != _reduced_shape(call, dims) for result in call.results):
+        dim, keepdim = call.arguments.get("dim"), bool(call.arguments.get("keepdim"))
+        shape, batch = infer(operand.shape, dim, keepdim, BatchInfo(kind.dim, call.num_samples))
+        if any(result is None or result.shape != shape for result in call.results):
             return None
-        if kind.dim in dims:
+        dims = reduced_dims(dim, operand.ndim)
+        if batch is None:
             return None if merge is None else merge(call, kind, dims)
         labels = left(operand.ndim, dims)
-        kept = labels if call.arguments.get("keepdim") else tuple(label for label in labels if label is not None)
+        kept = labels if keepdim else tuple(label for label in labels if label is not None)
         return follow(call, Axes({"self": labels}, tuple(kept for _ in call.results), broadcast=False))
 
     return rule
@@ -138,10 +130,10 @@ def chunk_moments(self: Any, dim: Any, correction: Any, keepdim: bool) -> Any:
     count = prod(wide.shape[place] for place in dims)
     if count == 0 or wide.is_complex():
         return aten.var_mean.correction(wide, dim, correction=0, keepdim=keepdim)
-    mean = wide.mean(dims, keepdim=True)
-    spread = wide - mean
+    center = wide.mean(dims, keepdim=True)
+    spread = wide - center
     variance = spread.mul_(spread).sum(dims, keepdim=keepdim) / count
-    return variance, mean.view(variance.shape)
+    return variance, center.view(variance.shape)
 
 
 def moments_bytes(operand: torch.Tensor) -> int:
@@ -192,8 +184,8 @@ ROWS: dict[Any, Rule] = {
     aten.nansum.default: _SUM,
     aten.count_nonzero.default: _SUM,
     aten.count_nonzero.dim_IntList: _SUM,
-    aten.mean.default: reduction(averaged),
-    aten.mean.dim: reduction(averaged),
+    aten.mean.default: reduction(averaged, mean),
+    aten.mean.dim: reduction(averaged, mean),
     aten.prod.default: _PRODUCT,
     aten.prod.dim_int: _PRODUCT,
     aten.amax.default: _LARGEST,

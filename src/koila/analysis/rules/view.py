@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from koila.analysis.chunk_rule import Call, ChunkRule, Rule, sliced
-from koila.analysis.rules._axes import Axes, Labels, dims_of, follow, left, right
+from koila.analysis.prepasses import dims_of
+from koila.analysis.rules._axes import Axes, Labels, follow, left, right
 from koila.analysis.rules._rows import along, elementwise, pointwise
 from koila.analysis.types import Sliced
 

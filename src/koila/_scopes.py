@@ -1,0 +1,57 @@
+"""One idiom for scopes: what is in force between the entry and the exit of a `with` block.
+
+*Takes* what a scope sets. *Gives* what the innermost scope set, or all of them. Each thread, and each task of an event
+loop, has scopes of its own: a scope that one of them enters is not seen by the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Scopes(Generic[T]):
+    """A stack of scopes.
+
+    >>> sizes = Scopes[int]("sizes")
+    >>> with sizes.inside(3), sizes.inside(4):
+    ...     sizes.innermost, sizes.all
+    (4, (3, 4))
+    >>> sizes.innermost is None
+    True
+    """
+
+    def __init__(self, name: str) -> None:
+        self._stack: ContextVar[tuple[T, ...]] = ContextVar(name, default=())
+
+    @property
+    def all(self) -> tuple[T, ...]:
+        """What every open scope set, the outermost first."""
+        return self._stack.get()
+
+    @property
+    def innermost(self) -> T | None:
+        """What the innermost open scope set; None outside all of them."""
+        stack = self._stack.get()
+        return stack[-1] if stack else None
+
+    def enter(self, item: T) -> None:
+        """Open a scope; for scopes that are classes of their own, else use `inside`."""
+        self._stack.set((*self._stack.get(), item))
+
+    def leave(self) -> None:
+        """Close the innermost scope."""
+        self._stack.set(self._stack.get()[:-1])
+
+    @contextmanager
+    def inside(self, item: T) -> Iterator[T]:
+        """A scope that sets `item`."""
+        self.enter(item)
+        try:
+            yield item
+        finally:
+            self.leave()

@@ -1,0 +1,129 @@
+"""What each thread has recorded and not run yet.
+
+*Takes* nodes as they are recorded. *Gives* the pending program of the calling thread: its place in the trie, its
+effects, its nodes in order, and the storages of real tensors that pending calls share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+from koila.ir.node import Node, Storage, Value
+from koila.ir.trie import TrieCache
+
+_epochs = itertools.count()
+_left: deque[tuple[list[Node], list[weakref.ref[Node]]]] = deque()
+"""(effects, tape) of threads that have ended; the next thread that asks takes them over."""
+
+
+class _Life:
+    """Lives as long as its thread."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Place(threading.local):
+    """Where a thread stands in its program, and what it has recorded."""
+
+    def __init__(self) -> None:
+        self.trie = TrieCache()
+        self.epoch = next(_epochs)
+        self.count = 0
+        self.effects: list[Node] = []
+        self.tape: list[weakref.ref[Node]] = []
+        self.given_up: weakref.WeakSet[Value] = weakref.WeakSet()
+        """Values that could not be run before the next batch; they wait until somebody asks for them."""
+        self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
+        self._life = _Life()
+        weakref.finalize(self._life, _left.append, (self.effects, self.tape)).atexit = False
+
+    def take_over(self) -> None:
+        """What threads recorded that have ended is this thread's from now on."""
+        while _left:
+            effects, tape = _left.popleft()
+            self.effects += effects
+            self.tape += tape
+
+
+class Recorder:
+    """What each thread has recorded and not run yet; a value may be recorded in one thread and run in another."""
+
+    def __init__(self) -> None:
+        self.place = _Place()
+
+    @property
+    def real_storages(self) -> weakref.WeakValueDictionary[int, Storage]:
+        """Storages of real tensors that values or pending calls of this thread hold, by their address.
+
+        Two threads that use the same buffer do not see each other's pending reads and writes of it: each run does what
+        its own thread recorded.
+        """
+        return self.place.real_storages
+
+    def new_epoch(self) -> None:
+        """A run has happened: the next recorded call starts a new program."""
+        self.place.trie.reset_current()
+        self.place.epoch = next(_epochs)
+        self.place.count = 0
+        self.place.tape[:] = [reference for reference in self.place.tape if reference() is not None]
+
+    @property
+    def effects(self) -> list[Node]:
+        """Writes to real tensors that this thread recorded and nobody has done: they run with its next run."""
+        place = self.place
+        if _left:
+            place.take_over()
+        place.effects[:] = [node for node in place.effects if node.due]
+        return place.effects
+
+    def pending(self) -> list[Node]:
+        """Nodes that this thread recorded, that have not run, and that anything still refers to; in order."""
+        return [node for reference in self.place.tape if (node := reference()) is not None and not node.done]
+
+    def held(self) -> list[Value]:
+        """Values that this thread recorded, that have no data yet, and that the user still holds; in order."""
+        nodes = (node for reference in self.place.tape if (node := reference()) is not None)
+        values = (node.output(index) for node in nodes for index in range(node.num_outputs))
+        return [value for value in values if value is not None and value.real is None and value.is_held]
+
+    def forget(self) -> None:
+        """Nothing that this thread has recorded is pending any more: no effect is done, nothing is run by `settle`."""
+        self.forget_effects()
+        self.place.tape.clear()
+        self.new_epoch()
+
+    def forget_effects(self) -> None:
+        """The writes that this thread has pending will not be done."""
+        for node in self.effects:
+            node.due = False
+
+    def note(self, node: Node) -> None:
+        """A node was recorded."""
+        self.place.tape.append(weakref.ref(node))
+
+    def note_effect(self, node: Node) -> None:
+        """A recorded node writes to a real tensor."""
+        if not node.due:
+            node.due = True
+            self.place.effects.append(node)
+
+    def storage_of(self, operand: Value | torch.Tensor, register: bool = False) -> Storage | None:
+        """The storage of an operand; a real tensor has one only if a pending call writes to it."""
+        if isinstance(operand, Value):
+            return operand.storage
+        storages = self.place.real_storages
+        if not register and not storages:
+            return None
+        key = operand.untyped_storage()._cdata if operand.layout == torch.strided else id(operand)
+        found = storages.get(key)
+        if found is None and register:
+            found = storages[key] = Storage(real=True)
+        return found
+
+
+recorder = Recorder()

@@ -1,0 +1,245 @@
+"""Recording: one torch call with lazy operands in, one node and its lazy results out.
+
+*Takes* a function and its arguments. *Gives* lazy results. Inference is asked of the trie first (the program repeats
+an earlier one), then of the shape cache, then of fake tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from koila import events
+from koila.capture.bridge import Bridge
+from koila.capture.pending import recorder
+from koila.capture.scan import Scan, scan_call, shape_key, trie_key
+from koila.ir.draws import draw
+from koila.ir.graph import collect
+from koila.ir.infer import HIDDEN_WRITERS, compute_shape, infer
+from koila.ir.node import Node, Storage, Value, function_name, version_of
+from koila.ir.owned import function_key
+from koila.ir.prepass import Inference, Output, PrePass, prepass_of
+from koila.ir.replay import Context, current_context
+from koila.ir.source import user_site
+from koila.ir.tree import map_leaves
+
+MAX_DEPTH = 10_000
+"""A longer chain of pending calls is cut: its end is run."""
+
+
+def _inference_for(func: Any, scan: Scan, cacheable: bool, context: Context) -> Inference:
+    infer_now = lambda: infer(func, scan.args, scan.kwargs, scan.operands)  # noqa: E731
+    if not cacheable:
+        events.count("shape_cache::miss::an argument cannot be hashed")
+        return infer_now()
+    place = recorder.place
+    key = trie_key(func, scan, context, place.epoch)
+    found = place.trie.traverse(key)
+    if found is None:
+        found = compute_shape(shape_key(key, scan), infer_now)
+        place.trie.insert(key, found)
+    return found
+
+
+def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Record one call of a torch function; nothing is computed.
+
+    Args:
+        func: The torch function or method.
+        args: Its arguments; at least one of them lazy.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What the function returns, with lazy tensors in place of tensors.
+
+    >>> import koila
+    >>> koila.lazy_forward(torch.add, koila.lazy(torch.ones(2)), 1).run()
+    tensor([2., 2.])
+    """
+    scan, cacheable = scan_call(func, args, kwargs)
+    context = current_context()
+    inference = _inference_for(func, scan, cacheable, context)
+    if inference.forced is not None:
+        return run_eagerly(func, scan, inference.forced)
+    seen = [i for i in inference.writes if i not in inference.hidden_writes and _is_seen(scan.operands[i])]
+    if seen:
+        _run_readers([scan.operands[index] for index in seen])
+        return run_eagerly(func, scan, "a write to a real tensor")
+    if not inference.outputs and not inference.writes:
+        return inference.structure
+    return record(func, scan, inference, context, cacheable)
+
+
+def _run_readers(written: list[Value | torch.Tensor]) -> None:
+    """What was recorded before a write must see the data before it."""
+    places = {place for operand in written if (place := _place_of(operand)) is not None}
+    shared = {id(operand.storage) for operand in written if isinstance(operand, Value)}
+    due: list[Value] = []
+    for node in recorder.pending():
+        if any(id(v.storage) in shared for v in node.values()) or any(_place_of(o) in places for o in node.operands):
+            due += [value for i in range(node.num_outputs) if (value := node.output(i)) is not None]
+    if due:
+        Bridge.realizer.materialize(due, "a write to what it reads")
+
+
+def _place_of(operand: Value | torch.Tensor) -> int | None:
+    """The address of a real operand's storage."""
+    real = operand.real if isinstance(operand, Value) else operand
+    return None if real is None or real.layout != torch.strided else real.untyped_storage()._cdata
+
+
+def _is_seen(operand: Value | torch.Tensor) -> bool:
+    """Whether eager code sees a write to an operand: it is real, or lies in the memory of a real tensor."""
+    return not isinstance(operand, Value) or operand.storage.real
+
+
+def record(func: Any, scan: Scan, inference: Inference, context: Context, cacheable: bool) -> Any:
+    """Append a node for the call and wrap its results."""
+    node = Node(func, scan.args, scan.kwargs, tuple(scan.operands), inference, context, user_site())
+    node.key = (function_key(func), context, tuple(scan.statics) if cacheable else object())
+    node.slots = tuple(scan.slots)
+    node.versions = tuple([version_of(operand) for operand in scan.operands])
+    node.draws = [draw(spec) for spec in inference.draws]
+    events.count("lazy::" + function_name(func))
+    result = map_outputs(inference.structure, _wrapper(node, scan))
+    _note_effects(node, inference)
+    if node.depth > MAX_DEPTH:
+        _cut(node)
+    return result
+
+
+def map_outputs(structure: Any, wrap: Callable[[Output], Any]) -> Any:
+    """The result's structure with each `Output` wrapped."""
+    if type(structure) is Output:
+        return wrap(structure)
+    return map_leaves(structure, lambda leaf: wrap(leaf) if type(leaf) is Output else leaf)
+
+
+def _wrapper(node: Node, scan: Scan) -> Callable[[Output], Any]:
+    made: list[Value | None] = []
+
+    def wrap(output: Output) -> Any:
+        index = len(made)
+        if output.same_as is not None:
+            made.append(None)
+            original, operand = scan.originals[output.same_as], scan.operands[output.same_as]
+            if isinstance(operand, Value):
+                operand.prepass = _same_batch(operand.prepass, output.prepass)
+            return original
+        value = Value(output.prepass, _output_storage(output, scan, made), node, index)
+        value.is_view = output.is_view
+        place = recorder.place
+        value.position = (place.epoch, place.count)
+        place.count += 1
+        node.set_output(index, value)
+        made.append(value)
+        return Bridge.lazy_type._wrap(value)
+
+    return wrap
+
+
+def _output_storage(output: Output, scan: Scan, made: list[Value | None]) -> Storage:
+    if output.shares is not None:
+        found = recorder.storage_of(scan.operands[output.shares], register=True)
+        assert found is not None
+        return found
+    if output.shares_output is not None:
+        earlier = made[output.shares_output]
+        return Storage() if earlier is None else earlier.storage
+    return Storage()
+
+
+def _note_effects(node: Node, inference: Inference) -> None:
+    """Tell the storages who reads and who writes them; a write to a real one is an effect."""
+    register = node.func in HIDDEN_WRITERS
+    reference = weakref.ref(node)
+    recorder.note(node)
+    for operand in node.operands:
+        storage = recorder.storage_of(operand, register)
+        if storage is not None:
+            storage.readers.append(reference)
+            if not isinstance(operand, Value):
+                node.storages.append(storage)
+    for index, requires_grad in zip(inference.writes, inference.write_grads, strict=True):
+        operand = node.operands[index]
+        storage = recorder.storage_of(operand, register=True)
+        assert storage is not None
+        storage.writers.append(node)
+        if not isinstance(operand, Value):
+            node.storages.append(storage)
+        storage.requires_grad |= requires_grad
+        if isinstance(operand, Value) and requires_grad:
+            operand.prepass = operand.prepass.with_grad(True)
+        if storage.real and not inference.ordered:
+            recorder.note_effect(node)
+
+
+def _cut(node: Node) -> None:
+    values = [value for index in range(node.num_outputs) if (value := node.output(index)) is not None]
+    events.forced("long program", node.site)
+    Bridge.realizer.materialize(values, "long program")
+
+
+def realize(value: Value, why: str) -> torch.Tensor:
+    """The real tensor of a value; run if it is pending or has pending writes."""
+    if value.real is None or value.storage.writers:
+        events.forced(why, user_site())
+        Bridge.realizer.materialize([value], why)
+    assert value.real is not None
+    return value.real
+
+
+def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
+    """Materialise the operands and make the call on PyTorch's own engine; counted (Rule 6)."""
+    name = function_name(func)
+    events.count(f"eager::{name}", site=user_site())
+    events.count(f"eager_because::{why}")
+    operands = [operand for operand in scan.operands if isinstance(operand, Value)]
+    budget = budget_of(operands)
+    if any(value.real is None or value.storage.writers for value in operands):
+        events.forced(why, user_site())
+        Bridge.realizer.materialize(operands, why)
+    reals = {id(operand): operand.real for operand in operands}
+    swap = lambda leaf: reals.get(id(leaf), leaf)  # noqa: E731
+    result = func(*map_leaves(scan.args, swap), **map_leaves(scan.kwargs, swap))
+    for value in operands:
+        assert value.real is not None
+        value.prepass = _same_batch(value.prepass, prepass_of(value.real))
+    back = {id(operand.real): original for operand, original in zip(scan.operands, scan.originals, strict=True)
+            if isinstance(operand, Value)}  # fmt: skip
+
+    def wrap(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or any(leaf is original for original in scan.originals):
+            return leaf
+        if leaf.layout != torch.strided:
+            return leaf
+        return back[id(leaf)] if id(leaf) in back else Bridge.lazy_type._wrap(input_value(leaf, budget=budget))
+
+    return map_leaves(result, wrap)
+
+
+def _same_batch(before: PrePass, after: PrePass) -> PrePass:
+    """What is known about a tensor after a call; a write to its data leaves its batch where it was."""
+    same = before.batch is not None and before.shape == after.shape
+    return after.with_batch(before.batch) if same else after
+
+
+def budget_of(values: Sequence[Value]) -> int | None:
+    """The byte budget of the programs behind some values: the smallest that their inputs were given."""
+    given = [value.budget for value in values if value.budget is not None]
+    pending = [value for value in values if value.real is None or value.storage.writers]
+    return min([*given, *(collect(pending, []).budgets if pending else [])], default=None)
+
+
+def input_value(real: torch.Tensor, batch: int | None = None, budget: int | None = None) -> Value:
+    """A value that is a real tensor already; a batch dimension that the tensor lacks is none."""
+    storage = recorder.storage_of(real, register=True)
+    assert storage is not None
+    prepass = prepass_of(real)
+    value = Value(prepass if batch is None else prepass.with_batch(batch), storage, None, 0)
+    value.real = real
+    value.budget = budget
+    return value

@@ -1,0 +1,161 @@
+"""Taking a call apart: its operands, its static arguments, and the keys under which it is looked up.
+
+*Takes* a function and its arguments. *Gives* a `Scan`, and from it the key of the trie (operands named by their
+position in the program) and the key of the shape cache (operands named by what is known about them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from koila.capture.bridge import Bridge
+from koila.ir.node import Value
+from koila.ir.owned import function_key, static_key
+from koila.ir.prepass import PrePass, prepass_of
+from koila.ir.replay import Context
+from koila.ir.tree import map_leaves, rebuild
+
+_T = torch.Tensor
+SLOT_FUNCTIONS = {
+    torch.mul, torch.div, torch.add, torch.sub, _T.mul, _T.div, _T.add, _T.sub, _T.mul_, _T.div_, _T.add_, _T.sub_,
+    _T.__mul__, _T.__rmul__, _T.__imul__, _T.__add__, _T.__radd__, _T.__iadd__, _T.__sub__, _T.__rsub__,
+    _T.__isub__, _T.__truediv__, _T.__rtruediv__, _T.__itruediv__, F.batch_norm,
+}  # fmt: skip
+"""Functions that use their Python floats as they are (or one minus them): such a float may vary between steps."""
+
+
+class Scan(NamedTuple):
+    """A call's arguments, taken apart."""
+
+    args: Any
+    kwargs: Any
+    operands: list[Value | torch.Tensor]
+    originals: list[torch.Tensor]
+    statics: list[Any]
+    slots: list[float]
+
+
+class Unhashable(Exception):
+    """An argument that cannot be part of a key."""
+
+
+def _scan_leaf(leaf: Any, scan: Scan, slotted: bool) -> Any:
+    kind = type(leaf)
+    if kind is Bridge.lazy_type:
+        scan.operands.append(leaf._value)
+        scan.originals.append(leaf)
+        scan.statics.append(_TENSOR)
+        return leaf._value
+    if isinstance(leaf, torch.Tensor):
+        real: torch.Tensor = leaf.run() if kind is Bridge.eager_type else leaf  # type: ignore[attr-defined]
+        scan.operands.append(real)
+        scan.originals.append(real)
+        scan.statics.append(_TENSOR)
+        return real
+    if kind is float and slotted:
+        scan.slots.append(leaf)
+        scan.statics.append(_SLOT)
+        return leaf
+    if kind in _NUMBERS:
+        scan.statics.append((kind, leaf))
+    elif kind in _CONSTANTS:
+        scan.statics.append(leaf)
+    else:
+        try:
+            scan.statics.append(static_key(leaf))
+        except TypeError as error:
+            raise Unhashable from error
+    return leaf
+
+
+_TENSOR, _SLOT = object(), object()
+_NUMBERS = frozenset({bool, int, float, complex})
+_CONSTANTS = frozenset(
+    {type(None), str, type(...), torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout}
+)
+
+
+def _scan_tree(tree: Any, scan: Scan, slotted: bool) -> Any:
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        scan.statics.append((type(tree), len(tree)))
+        return rebuild(type(tree), [_scan_tree(item, scan, slotted) for item in tree])
+    if isinstance(tree, dict):
+        scan.statics.append((dict, tuple(tree)))
+        return {name: _scan_tree(item, scan, slotted) for name, item in tree.items()}
+    if isinstance(tree, slice):
+        scan.statics.append(slice)
+        return slice(*[_scan_tree(item, scan, slotted) for item in (tree.start, tree.stop, tree.step)])
+    return _scan_leaf(tree, scan, slotted)
+
+
+def scan_call(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Scan, bool]:
+    """Take a call apart; the flag says whether it can be cached."""
+    slotted = func in SLOT_FUNCTIONS
+    scan = Scan(None, None, [], [], [], [])
+    try:
+        new_args = tuple([_scan_tree(item, scan, slotted) for item in args])
+        new_kwargs = {}
+        for name, item in kwargs.items():
+            scan.statics.append(name)
+            new_kwargs[name] = _scan_tree(item, scan, slotted)
+        return scan._replace(args=new_args, kwargs=new_kwargs), True
+    except Unhashable:
+        scan = Scan(None, None, [], [], [], [])
+        take = lambda leaf: _take_operand(leaf, scan)  # noqa: E731
+        return scan._replace(args=map_leaves(args, take), kwargs=map_leaves(kwargs, take)), False
+
+
+def _take_operand(leaf: Any, scan: Scan) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    real = leaf.run() if isinstance(leaf, Bridge.eager_type) else leaf
+    scan.operands.append(real._value if isinstance(real, Bridge.lazy_type) else real)
+    scan.originals.append(real)
+    return scan.operands[-1]
+
+
+def _operand_meta(operand: Value | torch.Tensor) -> tuple[PrePass, bool]:
+    if isinstance(operand, Value):
+        prepass = operand.prepass
+        if operand.requires_grad != prepass.requires_grad:
+            prepass = prepass.with_grad(True)
+        return prepass, operand.real is not None and operand.real.is_leaf
+    return prepass_of(operand), operand.is_leaf
+
+
+def _trie_operand(operand: Value | torch.Tensor, epoch: int) -> Any:
+    if isinstance(operand, Value) and operand.position[0] == epoch:
+        return operand.position[1] if not operand.is_view else (operand.position[1], operand.requires_grad)
+    return _operand_meta(operand)
+
+
+def _sharing(operands: list[Value | torch.Tensor]) -> tuple[Any, ...]:
+    """Which operands are the same tensor, or share a storage."""
+    first: dict[int, int] = {}
+    pattern = []
+    for index, operand in enumerate(operands):
+        storage = operand.storage if isinstance(operand, Value) else operand
+        pattern.append((first.setdefault(id(operand), index), first.setdefault(id(storage), index)))
+    return tuple(pattern)
+
+
+def trie_key(func: Any, scan: Scan, context: Context, epoch: int) -> tuple[Any, ...]:
+    """The call after the calls before it: its operands are named by their position in the program of this epoch."""
+    operands = tuple([_trie_operand(operand, epoch) for operand in scan.operands])
+    return (
+        function_key(func),
+        context,
+        tuple(scan.statics),
+        operands,
+        _sharing(scan.operands) if len(scan.operands) > 1 else (),
+    )
+
+
+def shape_key(key: tuple[Any, ...], scan: Scan) -> tuple[Any, ...]:
+    """The call for itself: the trie's key with the layouts of the operands instead of their positions."""
+    function, context, statics, _, sharing = key
+    return function, context, statics, tuple([_operand_meta(operand) for operand in scan.operands]), sharing

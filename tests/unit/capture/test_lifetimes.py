@@ -1,0 +1,92 @@
+"""What koila keeps alive, and what it does not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import koila
+from koila.ir.owned import Identity, static_key
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_caches_do_not_keep_a_module_alive(chunk_size: int | None) -> None:
+    module = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
+    reference = weakref.ref(module)
+    x = torch.randn(4, 3, 16)
+    with torch.no_grad(), koila.budget(chunk_size=chunk_size):
+        found, expected = module(koila.lazy(x)).run(), module(x)
+    torch.testing.assert_close(found, expected)
+    del module
+    gc.collect()
+    assert reference() is None
+
+
+def _double() -> Any:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, owner: Any = None) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            return gradient * 2, None
+
+    return Double
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_caches_do_not_keep_a_function_alive(chunk_size: int | None) -> None:
+    double = _double()
+    reference = weakref.ref(double)
+    with koila.budget(chunk_size=chunk_size):
+        assert double.apply(koila.lazy(torch.ones(4))).run().tolist() == [2.0] * 4
+    del double
+    gc.collect()
+    assert reference() is None
+
+
+def test_caches_do_not_keep_an_argument_alive() -> None:
+    owner, double = nn.Linear(2, 2), _double()
+    reference = weakref.ref(owner)
+    double.apply(koila.lazy(torch.ones(4)), owner).run()
+    del owner
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_pending_call_keeps_its_function_alive() -> None:
+    pending = _double().apply(koila.lazy(torch.ones(3)))
+    gc.collect()
+    assert pending.run().tolist() == [2.0] * 3
+
+
+def test_the_same_function_is_the_same_program_and_another_one_is_not() -> None:
+    first, second = _double(), _double()
+    hashes = [koila.graph(f.apply(koila.lazy(torch.ones(3)))).structural_hash for f in (first, first, second)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_an_identity_is_that_of_its_object_only() -> None:
+    first, second = nn.ReLU(), nn.ReLU()
+    assert Identity(first) == Identity(first) and hash(Identity(first)) == hash(Identity(first))
+    assert Identity(first) != Identity(second)
+    dead = Identity(first)
+    del first
+    gc.collect()
+    assert dead == dead and all(dead != Identity(thing) for thing in [nn.ReLU() for _ in range(100)])
+
+
+def test_what_compares_by_value_stands_for_itself() -> None:
+    assert static_key("sum") == "sum" and static_key(torch.float32) is torch.float32 and static_key(None) is None
+    assert static_key(frozenset({1})) == frozenset({1})
+    module = nn.ReLU()
+    assert static_key(module) == Identity(module)
+    assert static_key(module.forward) == static_key(module.forward) != static_key(nn.ReLU().forward)
+    with pytest.raises(TypeError, match="unhashable"):
+        static_key({1})
