@@ -1,6 +1,6 @@
 """Arguments of operators by the names in their schemas.
 
-*Takes* an operator and the arguments of a call. *Gives* a dict with every argument of the schema, in its order.
+*Takes* an operator, and the arguments of a call. *Gives* the arguments by name, in the schema's order.
 """
 
 from __future__ import annotations
@@ -23,6 +23,17 @@ def named_arguments(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str
     """
     defaults = _defaults(target)
     return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
+@cache
+def given_arguments(target: OpOverload) -> tuple[tuple[str, str], ...]:
+    """Name and type of each argument that is no memory for a result: equal for the forms of one operator.
+
+    >>> import torch
+    >>> given_arguments(torch.ops.aten.mm.out) == given_arguments(torch.ops.aten.mm.default)
+    True
+    """
+    return tuple((each.name, str(each.type)) for each in target._schema.arguments if not each.is_out)
 
 
 @cache

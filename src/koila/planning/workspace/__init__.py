@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from koila.ir.schema import named_arguments
+from koila.ir.schema import given_arguments, named_arguments
+from koila.ir.tree import leaves
 from koila.planning.workspace import (
     attention,
     convolutions,
@@ -30,6 +31,7 @@ from koila.planning.workspace import (
     transforms,
 )
 from koila.planning.workspace.convolutions import PRIMITIVE_BYTES
+from koila.planning.workspace.forms import form_of
 from koila.planning.workspace.kernel_call import HALF, Formula, KernelCall, num_bytes
 from koila.planning.workspace.processor import Processor, this_processor
 
@@ -62,6 +64,8 @@ def workspace_bytes(
 ) -> int:
     """The most that an operator allocates while it runs, beyond its results as their shapes say.
 
+    Forms that write into given memory (`add_`, `add.out`) are known by the row of the plain one.
+
     Args:
         target: The operator.
         args: Its arguments; tensors may be fake.
@@ -73,8 +77,10 @@ def workspace_bytes(
     >>> workspace_bytes(torch.ops.aten.mm.default, (a, b), a @ b) == a.numel() * 4
     True
     """
-    formula = _formula(target)
-    return 0 if formula is None else int(formula(_kernel_call(target, args, result, kwargs, processor)))
+    form = form_of(target)
+    formula = _formula(form.plain)
+    inside = 0 if formula is None else int(formula(_kernel_call(target, args, result, kwargs, processor)))
+    return inside + (_new_bytes(result) if form.copies else 0)
 
 
 def retained_bytes(
@@ -95,7 +101,16 @@ def retained_bytes(
 def _kernel_call(
     target: OpOverload, args: Sequence[Any], result: Any, kwargs: Mapping[str, Any] | None, processor: Processor | None
 ) -> KernelCall:
-    return KernelCall(named_arguments(target, args, kwargs or {}), result, processor or this_processor())
+    writes = form_of(target).writes
+    given = named_arguments(target, args, kwargs or {})
+    if writes:
+        given = {name: given[name] for name, _ in given_arguments(target)}
+    return KernelCall(given, result, processor or this_processor(), writes)
+
+
+def _new_bytes(result: Any) -> int:
+    """Results that are computed first, and then copied into the memory that was given."""
+    return sum(num_bytes(leaf) for leaf in leaves(result) if isinstance(leaf, torch.Tensor))
 
 
 @cache

@@ -19,9 +19,11 @@ class KernelCall:
     """One call of an operator, as far as its kernel's memory depends on it."""
 
     arguments: Mapping[str, Any]
-    """Every argument of the schema by name, defaults included; tensors may be fake."""
+    """Every argument of the schema by name, defaults included, memory for results not; tensors may be fake."""
     result: Any
     processor: Processor
+    writes: bool = False
+    """Whether the result is memory that was given, so that its type need not be the one that is computed in."""
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -12,19 +12,35 @@ aten = torch.ops.aten
 
 
 def casts(call: KernelCall) -> int:
-    """Operands in another type than the common one, copied into it."""
-    return _casts(list(call.arguments.values()), call.result)
+    """Operands in another type than the common one, copied into it; a result in another type, copied from it."""
+    return _casts(list(call.arguments.values()), call)
 
 
-def _casts(values: list[Any], result: Any) -> int:
+def _casts(values: list[Any], call: KernelCall) -> int:
+    result = call.result
     if not isinstance(result, torch.Tensor):
         return 0
     operands = [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
     types = {operand.dtype for operand in operands}
     if types == {result.dtype} or any(dtype.is_complex for dtype in types):
         return 0
-    common = result.dtype if result.dtype != torch.bool else _promoted(types)
-    return sum(operand.numel() for operand in operands if operand.dtype != common) * common.itemsize
+    common = _common(types, call)
+    cast = [operand for operand in operands if operand.dtype != common]
+    if call.writes and result.dtype not in (common, torch.bool):
+        cast.append(result)
+    return sum(tensor.numel() for tensor in cast) * common.itemsize
+
+
+def _common(types: set[torch.dtype], call: KernelCall) -> torch.dtype:
+    """The type that is computed in."""
+    found: torch.dtype = call.result.dtype
+    if found == torch.bool:
+        return _promoted(types)
+    if not call.writes or not types:
+        return found
+    promoted = _promoted(types)
+    # Integers that give floating numbers, as in a division, are computed as those.
+    return found if found.is_floating_point and not promoted.is_floating_point else promoted
 
 
 def _promoted(types: set[torch.dtype]) -> torch.dtype:
@@ -35,7 +51,7 @@ def _promoted(types: set[torch.dtype]) -> torch.dtype:
 
 
 def _where(call: KernelCall) -> int:
-    return _casts([call["self"], call["other"]], call.result)
+    return _casts([call["self"], call["other"]], call)
 
 
 def _none(call: KernelCall) -> int:
