@@ -30,12 +30,12 @@ from koila.planning.workspace import (
     reductions,
     transforms,
 )
-from koila.planning.workspace.convolutions import PRIMITIVE_BYTES
 from koila.planning.workspace.forms import form_of
 from koila.planning.workspace.kernel_call import HALF, Formula, KernelCall, num_bytes
-from koila.planning.workspace.processor import Processor, this_processor
+from koila.planning.workspace.onednn_convolutions import PRIMITIVE_BYTES
+from koila.planning.workspace.processor import Isa, Processor, this_processor
 
-__all__ = ["FAMILIES", "HALF", "PRIMITIVE_BYTES", "Processor", "num_bytes", "retained_bytes", "this_processor",
+__all__ = ["FAMILIES", "HALF", "PRIMITIVE_BYTES", "Isa", "Processor", "num_bytes", "retained_bytes", "this_processor",
            "workspace_bytes"]  # fmt: skip
 
 FAMILIES: dict[str, dict[Any, Formula]] = {

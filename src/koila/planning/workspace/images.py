@@ -15,7 +15,7 @@ aten = torch.ops.aten
 def _upsample_backward(call: KernelCall) -> int:
     given, result = call["grad_output"], call.result
     if given.dtype in HALF and _is_channels_last(given):
-        return int(4 * result.numel() // result.shape[0])
+        return int(4 * call.num_threads * (result.numel() // result.shape[0]))
     return image_copy_bytes(given)
 
 

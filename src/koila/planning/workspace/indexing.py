@@ -13,11 +13,11 @@ aten = torch.ops.aten
 
 
 def _rows(name: str, per_element: int) -> Formula:
-    """Buffers along the dimension that an operator works on."""
+    """Buffers along the dimension that an operator works on, one for each thread."""
 
     def formula(call: KernelCall) -> int:
         source = call[name]
-        return int(source.shape[call["dim"]] * per_element) if source.dim() else 0
+        return int(call.num_threads * source.shape[call["dim"]] * per_element) if source.dim() else 0
 
     return formula
 
@@ -27,7 +27,7 @@ def _kth_value(call: KernelCall) -> int:
 
 
 def _median(call: KernelCall) -> int:
-    return copy_bytes(call["self"]) + 10 * int(call["self"].shape[call["dim"]])
+    return copy_bytes(call["self"]) + 10 * call.num_threads * int(call["self"].shape[call["dim"]])
 
 
 def _index_add(call: KernelCall) -> int:
@@ -40,9 +40,11 @@ def _scatter(call: KernelCall) -> int:
 
 
 def _scatter_add(call: KernelCall) -> int:
-    """The same, unless whole rows are added."""
-    rows = call["index"].dim() > 1 and call["dim"] == 0 and call["index"].stride(-1) == 0
-    return 0 if rows else _scatter(call)
+    """The same, unless whole rows are added: then each thread has a row."""
+    index = call["index"]
+    if index.dim() > 1 and call["dim"] == 0 and index.stride(-1) == 0:
+        return 4 * call.num_threads * int(index.shape[-1]) if call.result.dtype in HALF else 0
+    return _scatter(call)
 
 
 ROWS: dict[Any, Formula] = {

@@ -36,7 +36,7 @@ def _softmax(names: tuple[str, ...], half_bytes: int) -> Formula:
         result = call.result
         inner = call["dim"] % result.dim() != result.dim() - 1 if result.dim() else False
         copied = sum(copy_bytes(call[name]) + (16 << 10) for name in names)
-        return copied + (half_bytes if inner and result.dtype in HALF else 0)
+        return copied + (call.num_threads * half_bytes if inner and result.dtype in HALF else 0)
 
     return formula
 

@@ -26,6 +26,11 @@ def _to_real(call: KernelCall) -> int:
     return copied + _transform(32)(call)
 
 
+def _orthogonal(call: KernelCall) -> int:
+    """LAPACK asks for wider blocks of columns with more threads."""
+    return (256 * call.num_threads + 272) * int(call["A"].shape[-1])
+
+
 def _linear_algebra(times: int, per_row: int) -> Formula:
     return lambda call: times * num_bytes(call["A"]) + per_row * int(call["A"].shape[-1])
 
@@ -37,5 +42,5 @@ ROWS: dict[Any, Formula] = {
     aten.linalg_inv_ex.default: _linear_algebra(1, 32),
     aten._linalg_eigh.default: _linear_algebra(2, 64),
     aten._linalg_svd.default: _linear_algebra(4, 80),
-    aten.linalg_qr.default: _linear_algebra(0, 272),
+    aten.linalg_qr.default: _orthogonal,
 }
