@@ -236,6 +236,7 @@ def products() -> Iterator[Call]:
             permuted = a.transpose(0, 1).contiguous().transpose(0, 1)
             for pair in ((a, b), (turned_a, b), (a, turned_b), (turned_a, turned_b), (strided, b), (permuted, b)):
                 yield Call(aten.bmm.default, pair)
+                yield Call(aten.baddbmm.default, (_randn(batch, rows, columns, dtype=dtype), *pair))
 
 
 def attention() -> Iterator[Call]:
@@ -323,6 +324,10 @@ def reductions() -> Iterator[Call]:
         yield Call(aten.sum.dim_IntList, (y.transpose(0, 1), [0, 1]))
         for target in (aten.sum.default, aten.mean.default, aten.any.default, aten.linalg_vector_norm.default):
             yield Call(target, (x,))
+        for target in (aten.all.default, aten.prod.default):
+            yield Call(target, (x,))
+        for target in (aten.any.dim, aten.all.dim, aten.cumprod.default):
+            yield Call(target, (x, 1))
         yield Call(aten.amax.default, (x, [0]))
         yield Call(aten.var_mean.correction, (y, [0, 2, 3]))
         yield Call(aten.argmax.default, (x, 1))

@@ -56,16 +56,25 @@ def source_peak(shape: ConvolutionShape) -> int:
 
 
 def weight_peak(shape: ConvolutionShape) -> int:
-    """While the gradient of the weight is computed."""
+    """While the gradient of the weight is computed: from the unfolded image, or in blocks."""
+    if shape.processor.isa is not Isa.AVX2:  # Which of the two is known for AVX2.
+        peak = max(_unfolded_peak(shape), _blocked_peak(shape))
+    else:
+        peak = _unfolded_peak(shape) if _unfolds(shape) else _blocked_peak(shape)
+    return peak + PRIMITIVE_BYTES + _reserve(shape)
+
+
+def _unfolded_peak(shape: ConvolutionShape) -> int:
+    weight = num_bytes(shape.weight)
+    return weight + max(_unfolded(shape), shape.blocked_weight(is_flat=shape.is_flat))
+
+
+def _blocked_peak(shape: ConvolutionShape) -> int:
     weight, made = num_bytes(shape.weight), shape.blocked_weight(is_flat=shape.is_flat)
-    fixed = PRIMITIVE_BYTES + _reserve(shape)
-    if _unfolds(shape):
-        return max(_unfolded(shape) + weight, made + weight) + fixed
     summed = _unit_stride(shape) + (shape.num_threads * made if shape.num_threads > 1 and _sums(shape) else 0)
     if not shape.is_blocked:
-        return weight + 2 * made + summed + fixed
-    held = shape.blocked_source() + shape.blocked(shape.output) + made + summed
-    return max(held, made + weight) + fixed
+        return weight + 2 * made + summed
+    return max(shape.blocked_source() + shape.blocked(shape.output) + made + summed, made + weight)
 
 
 def _gathered(shape: ConvolutionShape, image: torch.Tensor) -> int:
