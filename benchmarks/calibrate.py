@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from benchmarks.witness import Watch, call_outside
-from koila.planning.workspace import num_bytes, workspace_bytes
+from koila.planning.workspace import num_bytes, this_processor, workspace_bytes
+from koila.planning.workspace.forms import form_of
 
 aten = torch.ops.aten
 f32, f64, bf16, f16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -40,6 +42,7 @@ class Call:
     target: OpOverload
     args: tuple[Any, ...]
     note: str = ""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,19 +66,23 @@ class Reading:
 
 def read(call: Call) -> Reading:
     """Measure a call, and ask the formula on fake tensors."""
-    call.target(*call.args)  # Libraries fill their caches.
+    call.target(*call.args, **call.kwargs)  # Libraries fill their caches.
     gc.collect()
     with Watch() as watch:
-        result = call.target(*call.args)
-    visible = sum(num_bytes(leaf) for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor))
+        result = call.target(*call.args, **call.kwargs)
     with FakeTensorMode() as mode:
-        args = tree_map_only(torch.Tensor, mode.from_tensor, call.args)
-        fake = call.target(*args)
-        formula = workspace_bytes(call.target, args, fake)
-        visible_fake = sum(num_bytes(leaf) for leaf in tree_iter(fake) if isinstance(leaf, torch.Tensor))
-    # What fake results lack counts as hidden.
-    hidden = watch.peak_bytes - min(visible, visible_fake)
+        args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (call.args, dict(call.kwargs)))
+        fake = call.target(*args, **kwargs)
+        formula = workspace_bytes(call.target, args, fake, kwargs)
+    # What fake results lack counts as hidden; memory that was given is not new.
+    is_new = not form_of(call.target).writes
+    hidden = watch.peak_bytes - (min(visible_bytes(result), visible_bytes(fake)) if is_new else 0)
     return Reading(str(call.target).removeprefix("aten."), call.note or describe(call.args), max(0, hidden), formula)
+
+
+def visible_bytes(result: Any) -> int:
+    """Bytes of results, as their shapes say."""
+    return sum(num_bytes(leaf) for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor))
 
 
 def describe(args: tuple[Any, ...]) -> str:
@@ -161,6 +168,32 @@ def convolutions() -> Iterator[Call]:
     yield from _conv((8, 64, 32, 32), (64, 32, 4, 4), 2, 1, transposed=True)
     yield from _conv((8, 32, 32, 32), (32, 64, 3, 3), 1, 1, transposed=True)
     yield from _conv((1, 64, 16, 16), (64, 32, 2, 2), 2, transposed=True)
+    yield from _conv((1, 3, 224, 224), (64, 3, 7, 7), 2, 3)
+    yield from _conv((1, 3, 64, 64), (512, 3, 5, 5), 2, 2)
+    yield from _conv((8, 3, 64, 64), (64, 3, 7, 7), 1, 3)
+    yield from _conv((4, 4, 64, 64), (32, 4, 5, 5), 2, 2)
+    yield from _conv((2, 3, 1024), (64, 3, 5), 2, 2)
+    yield from _conv((2, 3, 16, 32, 32), (64, 3, 3, 3, 3), 2, 1)
+    yield from _conv((2, 64, 32, 32), (64, 64, 1, 1), 2)
+    yield from _conv((8, 8, 32, 32), (8, 8, 3, 3), 1, 1)
+
+
+def convolutions_in_channels_last() -> Iterator[Call]:
+    last = torch.channels_last
+    yield from _conv((4, 3, 64, 64), (64, 3, 7, 7), 2, 3, layout=last)
+    yield from _conv((4, 3, 64, 64), (64, 3, 3, 3), 1, 1, layout=last)
+    yield from _conv((4, 64, 32, 32), (128, 64, 1, 1), layout=last)
+    yield from _conv((4, 64, 32, 32), (128, 64, 1, 1), 2, layout=last)
+    yield from _conv((4, 64, 32, 32), (128, 64, 3, 3), 2, 1, layout=last)
+    yield from _conv((4, 64, 32, 32), (64, 1, 3, 3), 1, 1, groups=64, layout=last)
+    yield from _conv((4, 64, 32, 32), (64, 16, 3, 3), 1, 1, groups=4, layout=last)
+    yield from _conv((4, 64, 32, 32), (64, 64, 3, 3), 1, 2, 2, layout=last)
+    yield from _conv((4, 64, 16, 16), (64, 32, 2, 2), 2, transposed=True, layout=last)
+    yield from _conv((1, 512, 14, 14), (512, 512, 3, 3), 1, 1, layout=last)
+    for dtype in (f64, bf16):
+        yield from _conv((4, 64, 32, 32), (32, 64, 3, 3), 1, 1, dtype=dtype, layout=last)
+        yield from _conv((4, 64, 32, 32), (64, 1, 3, 3), 1, 1, groups=64, dtype=dtype, layout=last)
+        yield from _conv((4, 64, 16, 16), (64, 32, 2, 2), 2, transposed=True, dtype=dtype, layout=last)
 
 
 def convolutions_without_onednn() -> Iterator[Call]:
@@ -203,6 +236,7 @@ def products() -> Iterator[Call]:
             permuted = a.transpose(0, 1).contiguous().transpose(0, 1)
             for pair in ((a, b), (turned_a, b), (a, turned_b), (turned_a, turned_b), (strided, b), (permuted, b)):
                 yield Call(aten.bmm.default, pair)
+                yield Call(aten.baddbmm.default, (_randn(batch, rows, columns, dtype=dtype), *pair))
 
 
 def attention() -> Iterator[Call]:
@@ -290,6 +324,10 @@ def reductions() -> Iterator[Call]:
         yield Call(aten.sum.dim_IntList, (y.transpose(0, 1), [0, 1]))
         for target in (aten.sum.default, aten.mean.default, aten.any.default, aten.linalg_vector_norm.default):
             yield Call(target, (x,))
+        for target in (aten.all.default, aten.prod.default):
+            yield Call(target, (x,))
+        for target in (aten.any.dim, aten.all.dim, aten.cumprod.default):
+            yield Call(target, (x, 1))
         yield Call(aten.amax.default, (x, [0]))
         yield Call(aten.var_mean.correction, (y, [0, 2, 3]))
         yield Call(aten.argmax.default, (x, 1))
@@ -396,10 +434,42 @@ def transforms() -> Iterator[Call]:
         yield Call(aten._linalg_solve_ex.default, (m, m))
 
 
+def forms() -> Iterator[Call]:
+    """Operators that write into given memory."""
+    shape = (512, 2048)
+    x, half, numbers = _randn(*shape), _randn(*shape, dtype=bf16), torch.ones(shape, dtype=torch.long)
+    mask, index, part = x > 0, numbers[:, :8], half[:, :8].contiguous()
+    into, into_half = {"out": torch.empty(shape)}, {"out": torch.empty(shape, dtype=bf16)}
+    for a, b in ((x, half), (half, x), (x, mask), (x, x)):
+        yield Call(aten.add_.Tensor, (a, b))
+        yield Call(aten.add.out, (a, b), "into float32", into)
+        yield Call(aten.add.out, (a, b), "into bfloat16", into_half)
+        yield Call(aten.lt.Tensor_out, (a, b), "", {"out": torch.empty(shape, dtype=torch.bool)})
+        yield Call(aten.where.self_out, (mask, a, b), "", into)
+    yield Call(aten.div.out, (numbers, numbers), "", into)
+    yield Call(aten.mul.Scalar_out, (x, 2.0), "", into)
+    yield Call(aten.masked_fill_.Scalar, (x, mask, 0.0))
+    yield Call(aten.copy_.default, (x, half))
+    for source in (x, _randn(*shape[::-1]).t()):
+        yield Call(aten._softmax.out, (source, 1, False), "", into)
+        yield Call(aten._softmax_backward_data.out, (source, source, 1, f32), "", {"grad_input": torch.empty(shape)})
+    for target in (aten.scatter_.src, aten.scatter_add_.default):
+        yield Call(target, (half, 1, index, part))
+    yield Call(aten.index_add_.default, (x, 0, torch.arange(100), _randn(100, 2048)))
+    left, right = x[:, ::2], _randn(1024, 512)
+    yield Call(aten.mm.out, (left, right), "", {"out": torch.empty(512, 512)})
+    yield Call(aten.addmm_.default, (torch.zeros(512, 512), left, right))
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    image, weight = _randn(8, 64, 32, 32), _randn(64, 64, 3, 3)
+    yield Call(aten.convolution.out, (image, weight, None, *how), "", {"out": torch.empty(8, 64, 32, 32)})
+    yield Call(aten.mean.out, (half, [1]), "", {"out": torch.empty(512, dtype=bf16)})
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
     family.__name__: family
     for family in (
         convolutions,
+        convolutions_in_channels_last,
         convolutions_without_onednn,
         products,
         attention,
@@ -411,6 +481,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
         indexing,
         pointwise,
         transforms,
+        forms,
     )
 }
 
@@ -460,9 +531,9 @@ FORMULAS = {
 }
 
 
-def measure(families: list[str]) -> list[dict[str, Any]]:
+def measure(families: list[str], num_threads: int) -> list[dict[str, Any]]:
     """Readings of families; runs under the hook."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     torch.manual_seed(0)
     found = []
     for family in families:
@@ -472,9 +543,9 @@ def measure(families: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def readings(families: list[str]) -> list[Reading]:
+def readings(families: list[str], num_threads: int = 1) -> list[Reading]:
     """Readings of families, from a subprocess."""
-    return [Reading(**row) for row in call_outside("benchmarks.calibrate:measure", families)]
+    return [Reading(**row) for row in call_outside("benchmarks.calibrate:measure", families, num_threads)]
 
 
 def slope(found: list[Reading]) -> float | None:
@@ -498,7 +569,9 @@ def table(found: list[Reading]) -> str:
         most = max(reading.measured_bytes for reading in own) / MIB
         under = max(reading.measured_bytes - reading.formula_bytes for reading in own) / MIB
         over = max(reading.formula_bytes - reading.measured_bytes for reading in own) / MIB
-        text = FORMULAS.get(operator, "copies of strided images" if over > 1 or most > 1 else "none")
+        is_form = operator.partition(".")[0].endswith("_") or operator.endswith("out")
+        other = "as the plain form" if is_form else "copies of strided images" if over > 1 or most > 1 else "none"
+        text = FORMULAS.get(operator, other)
         lines.append(
             f"| {operator} | {len(own)} | {text} | {'' if fitted is None else f'{fitted:.2f}'} | {most:.2f} "
             f"| {max(0.0, under):.2f} | {max(0.0, over):.2f} |"
@@ -506,14 +579,28 @@ def table(found: list[Reading]) -> str:
     return "\n".join(lines)
 
 
+def titled(num_threads: int) -> tuple[str, str]:
+    """Title and file name of the results: they depend on the processor and the number of threads."""
+    isa, capability = this_processor().isa.name, torch.backends.cpu.get_cpu_capability()
+    kind = f"oneDNN {isa}, PyTorch {capability}, threads: {num_threads}"
+    return f"Workspaces, torch {torch.__version__}, {kind}", f"workspace-{isa.lower()}-{num_threads}.md"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.calibrate", description=__doc__)
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all of them without a name")
+    parser.add_argument("--threads", type=int, default=1, help="how many threads kernels may use")
     parser.add_argument("--all", action="store_true", help="print every reading")
+    parser.add_argument("--json", type=Path, help="write every reading to this file")
     arguments = parser.parse_args()
-    found = readings(arguments.families or list(FAMILIES))
+    found = readings(arguments.families or list(FAMILIES), arguments.threads)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(reading) for reading in found]), encoding="utf-8")
     text = table(found)
     print(text)
+    num_under, num_over = sum(each.is_under for each in found), sum(each.is_over for each in found)
+    summary = f"{len(found)} calls, {num_under} above their formula, {num_over} far below it"
+    print(summary)
     for reading in found:
         if arguments.all or reading.is_under or reading.is_over:
             verdict = "UNDER" if reading.is_under else "OVER" if reading.is_over else "ok"
@@ -521,9 +608,10 @@ def main() -> None:
             print(f"{verdict}: {reading.operator} {reading.note}: {sizes}")
     if not arguments.families:
         RESULTS.mkdir(exist_ok=True)
-        capability = torch.backends.cpu.get_cpu_capability()
-        head = f"# Workspaces, torch {torch.__version__}, {capability}, one thread\n\nAbove: `{parser.prog}`.\n\n"
-        (RESULTS / "workspace.md").write_text(head.replace("Above:", "Written by") + text + "\n", encoding="utf-8")
+        title, name = titled(arguments.threads)
+        command = f"{parser.prog} --threads {arguments.threads}"
+        head = f"# {title}\n\nWritten by `python -m {command}`: {summary}.\n\n"
+        (RESULTS / name).write_text(head + text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

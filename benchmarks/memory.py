@@ -146,8 +146,7 @@ def measure_times(name: str, ways: list[list[Any]], rounds: int) -> dict[str, tu
 def cells_of(name: str, rounds: int, compiled: bool, quick: bool) -> list[Cell]:
     """All cells of a program: peaks in one subprocess, times in another."""
     try:
-        limit = 1800.0
-        measured = call_outside("benchmarks.memory:measure_program", name, compiled, quick, timeout_seconds=limit)
+        measured = call_outside("benchmarks.memory:measure_program", name, compiled, quick)
     except WitnessError as error:
         reason = " ".join(str(error).split())[-300:]
         return [Cell(name, "all", "all", "all", None, verdict=f"failed: {reason}")]
@@ -157,7 +156,7 @@ def cells_of(name: str, rounds: int, compiled: bool, quick: bool) -> list[Cell]:
     runnable = [cell for cell in found if cell.outside_bytes is not None and cell.kind != "eager"]
     ways = list({cell.way: [cell.kind, _number(cell)] for cell in runnable}.values())
     try:
-        times = call_outside("benchmarks.memory:measure_times", name, ways, rounds, hook=False, timeout_seconds=limit)
+        times = call_outside("benchmarks.memory:measure_times", name, ways, rounds, hook=False)
     except WitnessError as error:
         times = {}
         found.append(Cell(name, "times", "all", "times", None, verdict=f"failed: {str(error)[-300:]}"))

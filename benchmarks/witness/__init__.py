@@ -24,6 +24,8 @@ from typing import Any
 SOURCE = Path(__file__).with_name("malloc_hook.c")
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "witness: "
+HANG_SECONDS = 3600.0
+"""When a process counts as hanging: no process that works comes near it, however busy the machine is."""
 
 
 class WitnessError(RuntimeError):
@@ -48,7 +50,9 @@ def hook_library() -> Path:
     return library
 
 
-def call_outside(target: str, *args: Any, hook: bool = True, timeout_seconds: float = 600, **kwargs: Any) -> Any:
+def call_outside(
+    target: str, *args: Any, hook: bool = True, timeout_seconds: float = HANG_SECONDS, **kwargs: Any
+) -> Any:
     """Call a function in a subprocess under the hook.
 
     Args:

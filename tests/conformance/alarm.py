@@ -1,6 +1,7 @@
-"""A time limit for code that may hang, in time of the processor: neighbours do not count.
+"""A guard for code that may hang, in time of the processor: neighbours do not count.
 
-*Takes* seconds. *Gives* a scope that `TooSlow` ends; it is no `Exception`, so that nothing in between swallows it.
+*Takes* seconds, so many that nothing that works comes near them. *Gives* a scope that `TooSlow` ends; it is no
+`Exception`, so that nothing in between swallows it.
 """
 
 from __future__ import annotations

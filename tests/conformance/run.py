@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.witness import HANG_SECONDS
 from tests.conformance import families
 from tests.conformance.record import Outcome, Record, commit
 from tests.conformance.report import Suite
@@ -38,8 +39,6 @@ from tests.conformance.sharing import forget, share
 from tests.conformance.trial import Trial, Verdict, check_split, check_whole, chunk_sizes, last_line, reference_of
 
 RESULTS = Path(__file__).parent.parent / "results"
-TRIAL_SECONDS = {"ops": 30.0, "modules": 30.0, "models": 120.0}
-"""How long one run of one trial may take."""
 
 
 def split_verdicts(trial: Trial, cuts: Iterable[tuple[int, tuple[int | None, ...]]], chunks: Sequence[str],
@@ -124,7 +123,7 @@ def _run_suite(name: str, chunks: Sequence[str], full: bool, only: str | None, l
     source = importlib.import_module(f"tests.conformance.{name}")
     found = source.entries()
     suite = Suite(name + (" " + ",".join(chunks) if chunks else ""), len(found), splits=bool(chunks))
-    runner, record = Runner(chunks, limit_seconds, TRIAL_SECONDS[name], verbose), Record(folder)
+    runner, record = Runner(chunks, limit_seconds, HANG_SECONDS, verbose), Record(folder)
     chosen = [n for n in found if (only is None or fnmatch.fnmatchcase(n, only)) and (keep is None or keep(n))]
     suite.apart = {n: "no dtype of the CPU" for n in chosen if not source.has_cpu_dtype(found[n])}
     outcomes: dict[str, Outcome] = {}

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.witness import HANG_SECONDS
+
 GPT = """
 from tests.models import language
 task = language(144, torch.float64, context=64, width=64, heads=4, vocabulary=512, dropout=0.0)
@@ -68,11 +70,11 @@ def start(program: str, line: str, room: int, into: Path) -> subprocess.Popen[st
 def test_where_eager_dies_koila_finishes(name: str, tmp_path: Path) -> None:
     program, room = PROGRAMS[name]
     with start(program, "", room, tmp_path / "limited") as limited:
-        errors = limited.communicate(timeout=120)[1]
+        errors = limited.communicate(timeout=HANG_SECONDS)[1]
     assert limited.returncode != 0 and "DefaultCPUAllocator: can't allocate memory" in errors, errors
     with start(program, ONE_LINE, room, tmp_path / "lazy") as lazy, start(program, "", 0, tmp_path / "eager") as eager:
         for process in (lazy, eager):
-            errors = process.communicate(timeout=120)[1]
+            errors = process.communicate(timeout=HANG_SECONDS)[1]
             assert process.returncode == 0, errors
     found, expected = (torch.load(tmp_path / each) for each in ("lazy", "eager"))
     for mine, theirs in zip(found, expected, strict=True):

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
+from koila.planning.decide import forget_decisions
 from tests.exactness.test_faults import State, assert_eager, assert_unchanged, record, start, state_of
 from tests.models import Task, language, vision
 
@@ -103,6 +104,7 @@ def finishes(task: Task, scope: dict[str, int], mode: RunsOut) -> bool:
 
 def prepared(name: str, how: str) -> tuple[Task, dict[str, int], RunsOut]:
     """A task that is traced and planned, its scope, and what a run of it allocates."""
+    forget_decisions()  # What ran out in an earlier test is remembered.
     task = TASKS[name]()
     scope, mode = budget_of(task, how), RunsOut()
     assert finishes(task, scope, RunsOut()) and finishes(task, scope, mode)

@@ -80,11 +80,22 @@ def test_other_budgets_give_other_plans() -> None:
 
 
 def test_json_holds_every_decision() -> None:
-    found = json.loads(koila.plan(mlp_loss(mlp()), backward=True, budget="1GiB").to_json())
-    assert found["allowed_bytes"] == 2**30 and found["device"] == "cpu"
+    loss = mlp_loss(mlp())
+    needed = smallest(loss)
+    found = json.loads(koila.plan(loss, backward=True, budget=needed).to_json())
+    assert (found["how"], found["allowed_bytes"], found["device"]) == ("split", needed, "cpu")
     assert sum(found["kinds"].values()) == found["projected_bytes"]
-    assert found["plan"]["chunk_size"] == BATCH
-    assert any("tanh_backward" in call for call in found["plan"]["phases"][-1]["loops"][str(BATCH)])
+    size = found["plan"]["chunk_size"]
+    assert found["chunk_size"] == size < BATCH == found["num_samples"]
+    assert any("tanh_backward" in call for call in found["plan"]["phases"][-1]["loops"][str(size)])
+
+
+def test_a_program_that_fits_is_planned_as_it_runs() -> None:
+    planned = koila.plan(mlp_loss(mlp()), backward=True, budget="1GiB")
+    found = json.loads(planned.to_json())
+    assert (found["how"], found["plan"], found["chunk_size"]) == ("whole", None, BATCH)
+    assert sum(found["kinds"].values()) == found["projected_bytes"]
+    assert "all of it fits" in str(planned) and "by eager's own kernels" in str(planned)
 
 
 def test_a_plan_can_be_read() -> None:
@@ -183,17 +194,17 @@ def test_without_measure_nothing_is_measured() -> None:
 @pytest.mark.parametrize("tune", [True, False])
 def test_a_projection_that_was_too_low_corrects_the_next_plan(monkeypatch: pytest.MonkeyPatch, tune: bool) -> None:
     """The search keeps some bytes to itself; the next plan knows of them, unless plans are frozen."""
-    honest, hidden = Search.run, 40_000
+    honest, hidden = Search.find, 40_000
     forget_corrections()
 
-    def lie(search: Search, allowed: int) -> tuple[Plan, Projection]:
-        plan, projection = honest(search, allowed + hidden)
-        return plan, replace(projection, peak_bytes=projection.peak_bytes - hidden)
+    def lie(search: Search, allowed: int, thorough: bool = True) -> tuple[Plan, Projection] | None:
+        found = honest(search, allowed + hidden, thorough)
+        return found and (found[0], replace(found[1], peak_bytes=found[1].peak_bytes - hidden))
 
     model = mlp()
     allowed = smallest(mlp_loss(model)) + hidden
     forget_decisions()
-    monkeypatch.setattr(Search, "run", lie)
+    monkeypatch.setattr(Search, "find", lie)
     gaps, measured = [], []
     for _ in range(2):
         loss = mlp_loss(model)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.witness import HANG_SECONDS
 from koila import _free
 from koila._free import alive_bytes, default_bytes, free_bytes
 
@@ -51,7 +52,7 @@ print("done")
 def test_the_limits_of_a_process(which: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        [sys.executable, "-c", LIMITED, which], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", LIMITED, which], capture_output=True, text=True, env=environment, timeout=HANG_SECONDS
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "done\n"

@@ -16,7 +16,7 @@ from koila import events
 from koila.ir.node import Value
 from koila.planning.calibration import correct
 from koila.planning.decide import Decision, forget_decisions
-from koila.planning.tracker import StorageTracker
+from koila.planning.tracker import WorkspaceTracker
 
 
 class Step:
@@ -68,7 +68,7 @@ def step() -> Iterator[Step]:
         yield _here.step
         return
     found = _here.step = Step()
-    tracker = StorageTracker() if _here.scopes else None
+    tracker = WorkspaceTracker() if _here.scopes else None
     scopes = tuple(_here.scopes)
     try:
         with tracker or nullcontext():

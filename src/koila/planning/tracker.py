@@ -2,17 +2,20 @@
 
 *Takes* every operator that PyTorch dispatches in a `with` block. *Gives* the bytes alive above those at the start,
 their peak and, where asked for, each storage that was born. Memory that an operator allocates and frees inside its own
-kernel is out of sight.
+kernel is out of sight of a `StorageTracker`; a `WorkspaceTracker` adds what the table of workspaces says of it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,6 +40,25 @@ class Birth:
 
 
 _NOTHING = Birth("nothing", 0, (), torch.uint8)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operator is made of others. Inference mode hands such ones on whole, others take them apart before."""
+    if not isinstance(func, OpOverload):
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
+
+
+@contextmanager
+def _again(mode: TorchDispatchMode) -> Iterator[None]:
+    """The mode sees what is dispatched inside its own handler, too."""
+    TorchDispatchMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)
 
 
 class StorageTracker(TorchDispatchMode):
@@ -77,6 +99,9 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _is_composite(func):
+            with _again(self):
+                return func.decompose(*args, **kwargs)
         for tensor in self._tensors((args, kwargs)):
             self._see(tensor, None)
         result = func(*args, **kwargs)
@@ -126,24 +151,31 @@ class StorageTracker(TorchDispatchMode):
                 yield from self._tensors(item)
 
 
-class FakeTracker(StorageTracker):
-    """A tracker for a run on fake tensors: what the run would allocate, operators' own workspaces included.
+class WorkspaceTracker(StorageTracker):
+    """A tracker that also counts what operators allocate inside their kernels, as a budget does.
 
-    The end of a fake input frees nothing real.
+    The bytes inside are those of `koila.planning.workspace`, which are an upper bound and hold for CPU kernels.
+
+    >>> x = torch.ones(512, 512)
+    >>> with StorageTracker() as plain, WorkspaceTracker() as tracker:
+    ...     y = x.t() @ x[:, ::2].t()[:256].t()
+    >>> tracker.peak_bytes - plain.peak_bytes == 4 * 512 * 256
+    True
     """
 
-    def __init__(self) -> None:
-        super().__init__((FakeTensor,), frees=False)
+    def __init__(self, kinds: tuple[type, ...] = REAL, *, births: bool = False, frees: bool = True) -> None:
+        super().__init__(kinds, births=births, frees=frees)
+        self._is_fake = FakeTensor in kinds
         self._retained: dict[int, int] = {}
-        """By storage, what stays alive with it in the kernel's own memory."""
+        """By storage, what stays alive with it in the kernel's own memory; storages of real tensors show it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        hidden = workspace_bytes(func, args, result, kwargs)
-        if hidden:
+        hidden = workspace_bytes(func, args, result, kwargs) if isinstance(func, OpOverload) else 0
+        first = next(self._tensors(result), None) if hidden else None
+        if first is not None and (self._is_fake or first.device.type == "cpu"):
             kept = retained_bytes(func, args, result, kwargs)
-            first = next(self._tensors(result), None)
-            if kept and first is not None:
+            if kept and self._is_fake:
                 self._retained[first.untyped_storage()._cdata] = kept
                 self._grow(kept, func)
             self._grow(hidden - kept, func)
@@ -153,3 +185,56 @@ class FakeTracker(StorageTracker):
     def _forget(self, key: int) -> None:
         super()._forget(key)
         self.current_bytes -= self._retained.pop(key, 0)
+
+
+@dataclass(slots=True)
+class Life:
+    """A storage from its birth to its end, counted in operators."""
+
+    birth: Birth
+    place: object
+    """What the caller said was running."""
+    born: int
+    died: int | None = None
+
+
+class FakeTracker(WorkspaceTracker):
+    """A tracker for a run on fake tensors: what the run would allocate, and what stands at the peak.
+
+    The end of a fake input frees nothing real.
+    """
+
+    def __init__(self) -> None:
+        super().__init__((FakeTensor,), births=True, frees=False)
+        self.place: object = None
+        """What is running now, told by the caller."""
+        self._time = self._peak_time = 0
+        self._lives: list[Life] = []
+        self._living: dict[int, Life] = {}
+
+    @property
+    def largest_at_peak(self) -> Life | None:
+        """The largest storage that is alive at the peak; the first of equals."""
+        alive = [e for e in self._lives if e.born <= self._peak_time and (e.died is None or e.died > self._peak_time)]
+        return max(alive, key=lambda life: life.birth.num_bytes, default=None)
+
+    def _see(self, tensor: torch.Tensor, operator: Any) -> None:
+        self._time += 1
+        num_births = len(self.births)
+        super()._see(tensor, operator)
+        if len(self.births) > num_births:
+            life = Life(self.births[-1], self.place, self._time)
+            self._lives.append(life)
+            self._living[tensor.untyped_storage()._cdata] = life
+
+    def _grow(self, num_bytes: int, operator: Any) -> None:
+        before = self.peak_bytes
+        super()._grow(num_bytes, operator)
+        if self.peak_bytes > before:
+            self._peak_time = self._time
+
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
+        life = self._living.pop(key, None)
+        if life is not None:
+            life.died = self._time

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from koila import events
+from koila._bytes import format_bytes
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 from koila.ir.job import Job
 from koila.ir.node import HOOKS, Node, Value
 from koila.ir.prepass import prepass_of
-from koila.ir.replay import replay
+from koila.ir.replay import Lookup, replay
 from koila.planning.peak import Projection
 from koila.planning.tracker import FakeTracker
 
@@ -69,7 +70,12 @@ def _project(graph: Graph, roots: Sequence[Value]) -> Projection:
         events.count(f"projection::bounded::{type(error).__name__}", site=graph.nodes[-1].site)
         return _bound(graph, roots, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     peak = tracker.peak_bytes + drawn_bytes(graph) + AUTOGRAD_BYTES * len(graph.nodes) + _hooked_bytes(graph)
-    return Projection(peak, tracker.peak_operator)
+    largest, text = tracker.largest_at_peak, tracker.peak_operator
+    if largest is None:
+        return Projection(peak, text)
+    birth = largest.birth
+    text += f"; the largest value there is {birth.operator} {list(birth.shape)} ({format_bytes(birth.num_bytes)})"
+    return Projection(peak, text, recorded=cast("int | None", largest.place))
 
 
 def _bound(graph: Graph, roots: Sequence[Value], reason: str) -> Projection:
@@ -115,7 +121,14 @@ def _replayed(graph: Graph, roots: Sequence[Value]) -> FakeTracker:
                 environment.pop(value, None)
 
     with mode, FakeTracker() as tracker:
-        replay(calls, environment, lambda _: lookup, numbers, free)
+        places = graph.positions
+
+        def lookup_for(node: Node) -> Lookup:
+            tracker.place = places[node]
+            return lookup
+
+        replay(calls, environment, lookup_for, numbers, free)
+        tracker.place = None  # A backward pass.
         for root in roots:
             environment[root].backward(torch.ones_like(environment[root]), retain_graph=root is not roots[-1])
     return tracker

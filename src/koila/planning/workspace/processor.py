@@ -1,0 +1,82 @@
+"""The processor, as far as the memory of kernels depends on it: facts that can be asked at run time, or handed in.
+
+*Takes* what PyTorch and the environment say. *Gives* a `Processor`. The formulas are functions of one, so that those of
+another machine can be asked on this one.
+
+oneDNN chooses its kernels, and with them its layouts, by its own reading of the processor, which `ONEDNN_MAX_CPU_ISA`
+bounds; `ATEN_CPU_CAPABILITY` bounds PyTorch's own kernels only. Neither can raise it: what is chosen with AVX-512 can
+be measured only on a machine that has it. `Processor.is_measured` says which formulas were checked by the malloc hook;
+for the others the formulas are upper bounds by reading the sources of oneDNN 3.12 and PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+import torch
+
+
+class Isa(IntEnum):
+    """The sets of instructions between which oneDNN's layouts and choices of kernels change."""
+
+    SSE41 = 1
+    AVX2 = 2
+    AVX512 = 3
+
+
+_BOUNDS = {"SSE41": Isa.SSE41, "AVX": Isa.SSE41, "AVX2": Isa.AVX2, "AVX2_VNNI": Isa.AVX2, "AVX2_VNNI_2": Isa.AVX2}
+"""What values of `ONEDNN_MAX_CPU_ISA` bound; all others allow AVX-512."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """What the formulas of workspaces ask of a processor.
+
+    >>> Processor(num_threads=2, isa=Isa.AVX2).is_measured
+    True
+    """
+
+    num_threads: int
+    """How many threads a kernel may use: many have buffers for each."""
+    isa: Isa
+    """The best that oneDNN may use."""
+    native: tuple[torch.dtype, ...] = ()
+    """The half-precision types that oneDNN computes; for the others PyTorch has kernels of its own."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the malloc hook has checked that formulas are close; else they are upper bounds."""
+        return self.isa is Isa.AVX2 and not self.native
+
+    @property
+    def channel_block(self) -> int:
+        """oneDNN pads channels to multiples of this."""
+        return 16 if self.isa is Isa.AVX512 else 8
+
+    def padded(self, num_channels: int) -> int:
+        """Channels in oneDNN's blocked layouts.
+
+        >>> [Processor(1, isa).padded(20) for isa in (Isa.AVX2, Isa.AVX512)]
+        [24, 32]
+        """
+        return -(-num_channels // self.channel_block) * self.channel_block
+
+
+def this_processor() -> Processor:
+    """The processor of this machine, with the number of threads that PyTorch uses now."""
+    return _processor(torch.get_num_threads())
+
+
+@cache
+def _processor(num_threads: int) -> Processor:
+    asked = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    best = Isa.AVX512 if torch.cpu._is_avx512_supported() else Isa.AVX2 if torch.cpu._is_avx2_supported() else Isa.SSE41
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    native = tuple(dtype for dtype, is_native in supported.items() if is_native)
+    return Processor(num_threads, min(best, _BOUNDS.get(asked, Isa.AVX512)), native)
