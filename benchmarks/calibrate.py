@@ -487,8 +487,9 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
 
 FORMULAS = {
     "convolution.default": "blocked copies of x, w and the result; without oneDNN the unfolded batch",
-    "convolution_backward.default": "for x: blocked gradient, w, gradient of x (3 × x when strided); for w: blocked x "
-    "and gradient; without oneDNN the unfolded batch",
+    "convolution_backward.default": "for x: blocked gradient, w, gradient of x (3 × x when strided; with few channels, "
+    "or with channels last, threads × a padded sample); for w: blocked x and gradient, threads × w; without oneDNN the "
+    "unfolded batch",
     "mm.default": "copies of strided operands; half precision with the first transposed: 4 bytes × result",
     "addmm.default": "as mm",
     "bmm.default": "as mm, for one matrix",
@@ -520,6 +521,9 @@ FORMULAS = {
     "binary_cross_entropy_with_logits.default": "2 × x; half precision 4 × x",
     "linalg_inv_ex.default": "x",
     "_linalg_eigh.default": "2 × x",
+    "linalg_qr.default": "(68 + 64 × threads) floats for each row",
+    "sort.default": "threads × 8 bytes for each element of a row",
+    "topk.default": "threads × 16 bytes for each element of a row",
     "_linalg_svd.default": "4 × x",
     "_fft_c2r.default": "x, for more than one dimension",
     **dict.fromkeys(("mul.Tensor", "add.Tensor", "lt.Tensor", "div.Tensor", "where.self", "sqrt.default"), "casts"),

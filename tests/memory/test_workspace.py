@@ -39,6 +39,16 @@ def test_formulas_of_the_other_families_hold(family: str, num_threads: int) -> N
     test_formulas_hold(family, num_threads)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("family", ["convolutions", "convolutions_in_channels_last", "recurrent"])
+def test_bounds_by_reading_hold_below_avx2(family: str, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one processor without a measured table that every machine can be."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert [reading for reading in readings([family], num_threads) if reading.is_under] == []
+
+
 def fake_calls() -> Iterator[tuple[Call, Any]]:
     """Every call of the calibration with its result, on fake tensors."""
     with FakeTensorMode():

@@ -30,7 +30,7 @@ from koila.planning.workspace import (
     reductions,
     transforms,
 )
-from koila.planning.workspace.forms import form_of
+from koila.planning.workspace.forms import Form, form_of
 from koila.planning.workspace.kernel_call import HALF, Formula, KernelCall, num_bytes
 from koila.planning.workspace.onednn_convolutions import PRIMITIVE_BYTES
 from koila.planning.workspace.processor import Isa, Processor, this_processor
@@ -77,10 +77,11 @@ def workspace_bytes(
     >>> workspace_bytes(torch.ops.aten.mm.default, (a, b), a @ b) == a.numel() * 4
     True
     """
-    form = form_of(target)
-    formula = _formula(form.plain)
-    inside = 0 if formula is None else int(formula(_kernel_call(target, args, result, kwargs, processor)))
-    return inside + (_new_bytes(result) if form.copies else 0)
+    form, formula = _row(target)
+    copied = _new_bytes(result) if form.copies else 0
+    if formula is None or (formula is pointwise.casts and _has_one_type((*args, result), kwargs)):
+        return copied
+    return copied + int(formula(_kernel_call(target, args, result, kwargs, processor)))
 
 
 def retained_bytes(
@@ -113,8 +114,16 @@ def _new_bytes(result: Any) -> int:
     return sum(num_bytes(leaf) for leaf in leaves(result) if isinstance(leaf, torch.Tensor))
 
 
+def _has_one_type(values: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether all tensors of a call have the type of the result, the last of `values`: most calls end here."""
+    dtype = getattr(values[-1], "dtype", None)
+    others = values if not kwargs else (*values, *kwargs.values())
+    return all(value.dtype is dtype for value in others if isinstance(value, torch.Tensor))
+
+
 @cache
-def _formula(target: OpOverload) -> Formula | None:
-    if target in _TABLE:
-        return _TABLE[target]
-    return pointwise.casts if torch.Tag.pointwise in target.tags else None
+def _row(target: OpOverload) -> tuple[Form, Formula | None]:
+    form = form_of(target)
+    if form.plain in _TABLE:
+        return form, _TABLE[form.plain]
+    return form, pointwise.casts if torch.Tag.pointwise in form.plain.tags else None
