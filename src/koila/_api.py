@@ -20,6 +20,7 @@ from koila.capture.eager import EagerTensor
 from koila.capture.inputs import make_lazy
 from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.lookup import BackwardRequest
+from koila.capture.patches import install
 from koila.capture.pending import recorder
 from koila.errors import KoilaError
 from koila.execution.engine import Engine
@@ -300,3 +301,4 @@ def graph(value: Any) -> Graph:
 _engine = Engine(recorder)
 Bridge.realizer = _engine
 events.subscribe(_reports)
+install()

@@ -164,10 +164,23 @@ def sample(name: str, value: float, repr_fn: ReprFn = metric_value) -> None:
     (Metric(name, repr_fn) if metric is None else metric).add_sample(value)
 
 
-def total(name: str) -> float:
-    """The sum of all samples of a metric; 0 if there is none."""
-    metric = _metrics.get(name)
-    return 0.0 if metric is None else metric.accumulator
+class _Spent(threading.local):
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+
+_spent = _Spent()
+
+
+def spend(name: str, seconds: float) -> None:
+    """Add seconds to the metric of that name, and to what the calling thread has spent under it."""
+    _spent.seconds[name] += seconds
+    sample(name, seconds, metric_seconds)
+
+
+def spent_seconds(name: str) -> float:
+    """What the calling thread has spent under a name since it began; nothing resets it."""
+    return _spent.seconds[name]
 
 
 def metrics() -> dict[str, Metric]:
@@ -410,6 +423,8 @@ class StepEnd:
     """The recorded calls that were run."""
     continues: bool
     """Whether it is the second half of the step before: a backward pass after the value was read."""
+    follows: bool
+    """Whether it starts from what the step before computed, without a backward pass: an accuracy after a loss."""
     scopes: tuple[Any, ...] = ()
     """Who wanted it measured."""
 

@@ -129,7 +129,7 @@ def _attempt(trace_now: Callable[[], Joint]) -> Joint | str:
         text = str(error).splitlines()[0] if str(error) else ""
         return f"it cannot be traced: {type(error).__name__}: {text}"
     finally:
-        events.sample("trace_seconds", time.perf_counter() - started)
+        events.spend("trace_seconds", time.perf_counter() - started)
 
 
 def _holds(joint: Joint, graph: Graph) -> bool:

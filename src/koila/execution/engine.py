@@ -132,6 +132,7 @@ class Engine:
         task = self.task(values, request, detailed=any_forced())
         if task is None:
             return False
+        noted.follows = request is None and was_bound_last(v for node in task.own.graph.nodes for v in node.values())
         failed = task.is_plain and not self._runs_as_it_is(task, noted, seeds)
         if failed:
             task = self.task(values, request)
@@ -213,7 +214,7 @@ class Engine:
 
     def _bind(self, nodes: Sequence[Node], results: dict[Value, torch.Tensor], task: Task) -> Binding:
         remember(results)
-        return Binding(nodes, results, min(task.own.graph.budgets, default=None))
+        return Binding(nodes, results, task.given_bytes)
 
     def _perform(self, graph: Graph) -> None:
         """Run another program for its effects alone."""

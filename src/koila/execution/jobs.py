@@ -40,6 +40,8 @@ class Task:
     others: tuple[Graph, ...] = ()
     """Programs with pending writes that share nothing with it: a run in chunks performs each for itself, before."""
     request: BackwardRequest | None = None
+    given_bytes: int | None = None
+    """The byte budget that the inputs were given: results hand it on to the programs that start from them."""
     is_plain: bool = False
     """Whether it runs as it is, without a decision: its job says nothing about gradients."""
 
@@ -105,22 +107,24 @@ class _Making:
         is_all = all(node in needed.positions for node in pending.nodes)
         self.everything = needed if is_all else collect(due, [*pending.effects, *pending.nodes])
         self.device = device or _device_of(needed)
+        given = (collect(due, []) if due and pending.effects else needed).budgets
+        self.given_bytes = min(given, default=None)
         if budget is None:
-            budget = current_budget((collect(due, []) if due and pending.effects else needed).budgets)
+            budget = current_budget(given)
         self.budget = resolved(budget, self.everything, self.device)
 
     def plain_task(self) -> Task:
         """A task that nobody has to decide about."""
         whole = self._evaluation(self.everything)
         job = Job(whole.graph, Demand(), Wanted(whole.asked), self.budget, self.device)
-        return Task(job, whole, whole, request=self.request, is_plain=True)
+        return Task(job, whole, whole, (), self.request, self.given_bytes, is_plain=True)
 
     def task(self) -> Task:
         """The task in full."""
         whole = self._evaluation(self.everything)
         graph, others = self._apart()
         own = self._evaluation(graph)
-        return Task(self._job(own, whole), whole, own, tuple(others), self.request)
+        return Task(self._job(own, whole), whole, own, tuple(others), self.request, self.given_bytes)
 
     def _evaluation(self, graph: Graph) -> Evaluation:
         return Evaluation(graph, self.due, {node for node in graph.nodes if node.due})
@@ -169,6 +173,8 @@ class _Making:
 
     def _copied_bytes(self, graph: Graph) -> int:
         """An unsplit run can be taken back: it copies statistics, and gradients that are there already."""
+        if self.budget.allowed_bytes is None:
+            return 0  # Nobody counts.
         copied = 2 * leaf_bytes(written_leaves(graph))
         if self.request is not None:
             copied += leaf_bytes(t for t in accumulating(self.request, graph) if t.grad is not None)

@@ -24,13 +24,13 @@ class Step:
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
-        self.traced, self.planned = events.total("trace_seconds"), events.total("plan_seconds")
+        self.traced, self.planned = events.spent_seconds("trace_seconds"), events.spent_seconds("plan_seconds")
         self.decision: Decision | None = None
         self.phase_seconds: tuple[float, ...] = ()
         self.num_tries = 0
         self.fallbacks: list[str] = []
         self.num_calls = 0
-        self.continues = False
+        self.continues = self.follows = False
         self.is_empty = True
         """Whether nothing ran."""
 
@@ -44,9 +44,9 @@ class Step:
     def end(self, measured_bytes: int | None, scopes: tuple[Any, ...]) -> events.StepEnd:
         """What was noted."""
         return events.StepEnd(
-            self.decision, time.perf_counter() - self.started, events.total("trace_seconds") - self.traced,
-            events.total("plan_seconds") - self.planned, self.phase_seconds, measured_bytes,
-            max(0, self.num_tries - 1), tuple(self.fallbacks), self.num_calls, self.continues, scopes,
+            self.decision, time.perf_counter() - self.started, events.spent_seconds("trace_seconds") - self.traced,
+            events.spent_seconds("plan_seconds") - self.planned, self.phase_seconds, measured_bytes,
+            max(0, self.num_tries - 1), tuple(self.fallbacks), self.num_calls, self.continues, self.follows, scopes,
         )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def step() -> Iterator[Step]:
     finally:
         _here.step = None
         if not found.is_empty:
-            events.sample("run_seconds", time.perf_counter() - found.started)
+            events.spend("run_seconds", time.perf_counter() - found.started)
             measured = None if tracker is None else tracker.peak_bytes
             _learn(found, measured)
             events.emit(found.end(measured, scopes))

@@ -73,7 +73,8 @@ def _replay(
             return False
         failed.add(node)
         # Whoever asks for its value will see the error (Rule 6: until then it is counted).
-        events.count(f"pending::failed::{type(error).__name__}", site=node.site)
+        kind = type(error).__name__.lstrip("_")
+        events.count(f"pending::failed::{kind}", site=node.site)
         return True
 
     numbers = lambda node: [draw.whole() for draw in node.draws]  # noqa: E731

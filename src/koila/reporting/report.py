@@ -18,8 +18,8 @@ from koila.planning.decide import Decision
 
 NUM_REPORTS = 100
 """So many reports are kept."""
-MINOR_SHARE = 10
-"""A step with fewer than one in so many calls of the one before it is not what a person would call a run."""
+MINOR_SHARE = 4
+"""What starts from the results of a step and has fewer than one in so many of its calls is no run of its own."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Reports:
         if joins:
             report = _joined(self.all.pop(), report)
         self.all.append(report)
-        if joins or report.num_calls * MINOR_SHARE >= self.last.num_calls:
+        if not event.follows or report.num_calls * MINOR_SHARE >= self.last.num_calls:
             self.last = report
         for scope in event.scopes:
             scope.add(report, joins)
