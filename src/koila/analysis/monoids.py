@@ -21,13 +21,19 @@ HALVES = (torch.float16, torch.bfloat16)
 """The dtypes that are too narrow to accumulate in."""
 
 
+def can_own(dtype: torch.dtype, is_view: bool, num_bytes: int, storage_bytes: int) -> bool:
+    """Whether a merge can start with a value itself: it is wide enough to add to, and all of its storage."""
+    return dtype not in HALVES and not is_view and num_bytes == storage_bytes
+
+
 def owned(piece: torch.Tensor) -> torch.Tensor:
     """`piece` itself if it may be written to, else a copy: wide enough, and no view of somebody's storage."""
     if piece.dtype in HALVES:
         return piece.float()
-    its_bytes = piece.numel() * piece.element_size()
-    shared = piece._is_view() or piece.untyped_storage().nbytes() != its_bytes
-    return piece.clone(memory_format=torch.contiguous_format) if shared else piece
+    num_bytes, storage_bytes = piece.numel() * piece.element_size(), piece.untyped_storage().nbytes()
+    if can_own(piece.dtype, piece._is_view(), num_bytes, storage_bytes):
+        return piece
+    return piece.clone(memory_format=torch.contiguous_format)
 
 
 def narrowed(state: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from koila.analysis.monoids import can_own
 from koila.analysis.split import Item
 from koila.analysis.types import Sliced
 from koila.errors import AnalysisError
 from koila.planning.catalogue import (
     Catalogue,
-    can_start_merge,
     chunk_shape,
     is_plain_sum,
     needs_contiguous,
@@ -179,8 +179,10 @@ class _Builder:
         return value
 
     def _hand_on(self, value: _Value, index: int) -> None:
-        starts = can_start_merge(value.form, value.views[0], value.storage_bytes[0])
         num_bytes = sum(form.num_bytes for form in forms_of(value.form) if form is not None)
+        starts = isinstance(value.form, Form) and can_own(
+            value.form.dtype, value.views[0], num_bytes, value.storage_bytes[0]
+        )
         step = Step(
             self._number(), (value.number,), seconds=copy_seconds(num_bytes), holds_operands=True, kind=Kind.HAND_ON,
             sinks=(index,), starts_merge=starts,

@@ -16,7 +16,7 @@ from koila.analysis.split import Facts, Item, arguments_by_name
 from koila.analysis.types import Merged, Sliced
 from koila.ir.tree import map_leaves
 from koila.planning.cost import node_seconds
-from koila.planning.forms import Drawn, Form, form_tree
+from koila.planning.forms import Drawn, form_tree
 from koila.planning.operation import Operation, Ref
 from koila.planning.step import Destination, Sink
 
@@ -163,11 +163,6 @@ def first_type(item: Item) -> Any:
 def is_plain_sum(item: Item) -> bool:
     """A merge by addition in the value's own dtype."""
     return isinstance(item.type, Merged) and isinstance(item.type.monoid, Sum) and item.type.monoid.dtype is None
-
-
-def can_start_merge(form: Any, is_view: bool, num_bytes: int) -> bool:
-    """Whether a merge can start with a value itself, which lies in so many bytes, without a copy."""
-    return isinstance(form, Form) and form.dtype not in HALVES and not is_view and form.num_bytes == num_bytes
 
 
 def _tensors(item: Item) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from koila._bytes import format_bytes
 from koila.planning.schedule import Schedule, once_per_schedule
-from koila.planning.step import Destination, Kind, Sink, Step
+from koila.planning.step import Destination, Kind, Sink, Step, Work
 
 if TYPE_CHECKING:
     from koila.planning.plan import Phase, Plan
@@ -273,8 +273,9 @@ def describe(schedule: Schedule, peak: Peak) -> tuple[str, int | None]:
         return text, recorded
     value, place = schedule.storages.owners[largest]
     maker = schedule.steps[schedule.position[value]]
+    work: Work | None = maker.work
     title, recorded = _title(schedule, maker)
-    shape = [] if maker.work is None else list(maker.work.shape(place))
+    shape = [] if work is None else list(work.shape(place))
     size = format_bytes(sizes[largest])
     return f"{text}; the largest value there is {title} {shape} ({size})", recorded
 
@@ -282,6 +283,5 @@ def describe(schedule: Schedule, peak: Peak) -> tuple[str, int | None]:
 def _title(schedule: Schedule, step: Step) -> tuple[str, int | None]:
     if step.kind is Kind.HAND_ON and step.operands[0] in schedule.position:
         step = schedule.steps[schedule.position[step.operands[0]]]
-    if step.work is None:
-        return f"step {step.value}", None
-    return step.work.label, step.work.recorded
+    work: Work | None = step.work
+    return (f"step {step.value}", None) if work is None else (work.label, work.recorded)

@@ -35,7 +35,7 @@ class Kind(Enum):
 
 
 class Work(Protocol):
-    """What a step calls. The planner only asks for its name, to say what stands at a peak."""
+    """What a step calls, as far as the planner knows it: it says what stands at a peak, and goes with its step."""
 
     @property
     def label(self) -> str:
@@ -47,6 +47,12 @@ class Work(Protocol):
 
     def shape(self, place: int) -> tuple[int, ...]:
         """The shape of a result."""
+
+    def offloaded(self) -> Work:
+        """What the step calls that offloads the result."""
+
+    def fetched(self) -> Work:
+        """What the step calls that fetches the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class Step:
     is_repeat: bool = False
     """Whether it computes again what an earlier step has computed."""
     work: Any = None
-    """What it calls: a `Work`."""
+    """What it calls: a `Work`; the planner asks it for nothing else."""
 
     @property
     def has_effects(self) -> bool:

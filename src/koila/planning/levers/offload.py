@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from koila.planning.rates import CALL, FRESH, copy_seconds, fresh_bytes
-from koila.planning.step import Kind, Step
+from koila.planning.step import Kind, Step, Work
 
 if TYPE_CHECKING:
     from koila.planning.plan import Plan
@@ -31,7 +31,7 @@ def offload_seconds(num_bytes: int) -> float:
 
 def offload_step(number: int, step: Step, value: int, num_bytes: int) -> Step:
     """The step that offloads the value that `step` gave and that now has the number `value`; it gives a handle."""
-    work = None if step.work is None else step.work.offloaded()
+    work: Work | None = None if step.work is None else step.work.offloaded()
     return Step(
         number, (value,), (0,), seconds=copy_seconds(num_bytes), makes_memory=False, holds_operands=True,
         fills_storage=False, kind=Kind.OFFLOAD, work=work,
@@ -40,7 +40,8 @@ def offload_step(number: int, step: Step, value: int, num_bytes: int) -> Step:
 
 def fetch_step(number: int, step: Step, handle: int, num_bytes: int) -> Step:
     """The step that fetches the value that `step` gave."""
-    fresh, work = fresh_bytes(num_bytes), None if step.work is None else step.work.fetched()
+    fresh = fresh_bytes(num_bytes)
+    work: Work | None = None if step.work is None else step.work.fetched()
     return Step(
         number, (handle,), (num_bytes,), seconds=copy_seconds(num_bytes) + fresh / FRESH, fresh_bytes=fresh,
         makes_memory=False, holds_operands=True, kind=Kind.FETCH, work=work,
