@@ -222,8 +222,9 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
 
 def _same_batch(before: PrePass, after: PrePass) -> PrePass:
     """What is known about a tensor after a call; a write to its data leaves its batch where it was."""
-    same = before.batch is not None and before.shape == after.shape
-    return after.with_batch(before.batch) if same else after
+    if before.batch is None or before.shape != after.shape or before.stride != after.stride:
+        return after
+    return after.with_batch(before.batch)
 
 
 def budget_of(values: Sequence[Value]) -> int | None:
