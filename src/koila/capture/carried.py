@@ -10,8 +10,6 @@ still holds is not counted, so that nothing runs between the tensors of one batc
 
 from __future__ import annotations
 
-from math import inf
-
 from koila import events
 from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
@@ -25,8 +23,8 @@ WHY = "carried to the next batch"
 
 def run_carried() -> None:
     """Run small values of earlier batches that keep their inputs alive; counted once per place (Rule 6)."""
-    given_up = recorder.place.given_up
-    carried = [value for value in recorder.held() if value not in given_up and _keeps_more_alive(value)]
+    settled = recorder.place.not_carried
+    carried = [value for value in recorder.held() if value not in settled and _keeps_more_alive(value)]
     if not carried:
         return
     sites: set[Site] = {value.node.site for value in carried if value.node is not None}
@@ -35,19 +33,22 @@ def run_carried() -> None:
     try:
         Bridge.realizer.materialize(carried, WHY)
     except KoilaError:  # Nobody has asked for these values: whoever does will see the error.
-        given_up.update(carried)
+        settled.update(carried)
         for site in sites:
             events.count("carried::left pending", site=site)
 
 
 def _keeps_more_alive(value: Value) -> bool:
-    return not value.requires_grad and value.prepass.num_bytes < _kept_bytes(value)
-
-
-def _kept_bytes(value: Value) -> float:
-    """Bytes of real tensors that only the pending program of a value refers to; without end if one has a history."""
+    """Whether a value is smaller than what only its pending program refers to; one with a history is never small."""
+    if value.requires_grad:
+        return False
     operands = {operand for node in collect([value], []).nodes for operand in node.values()}
-    kept = [operand for operand in operands if operand.real is not None and not operand.is_held]
+    reals = [operand for operand in operands if operand.real is not None]
+    kept = [operand for operand in reals if not operand.is_held]
     if any(operand.real is not None and operand.real.grad_fn is not None for operand in kept):
-        return inf
-    return sum(operand.prepass.num_bytes for operand in kept)
+        return True
+    if value.prepass.num_bytes < sum(operand.prepass.num_bytes for operand in kept):
+        return True
+    if len(kept) == len(reals):  # The user holds none of them any more: the answer stays the same.
+        recorder.place.not_carried.add(value)
+    return False

@@ -19,7 +19,6 @@ from koila.capture.record import input_value, lazy_forward
 from koila.capture.scan import scan_call
 from koila.interfaces import BatchInfo
 from koila.ir.infer import compute_shape, infer
-from koila.ir.owned import function_key
 from koila.ir.prepass import prepass_of
 from koila.ir.replay import current_context
 from koila.ir.tree import leaves, map_leaves
@@ -82,7 +81,7 @@ def _is_large(func: Any, args: Any, kwargs: Any) -> bool:
     key = None
     if cacheable:
         metas = tuple((prepass_of(operand), operand.is_leaf) for operand in scan.operands)  # type: ignore[arg-type,union-attr]
-        key = ("eager", function_key(func), current_context(), tuple(scan.statics), metas)
+        key = ("eager", scan.function, current_context(), tuple(scan.statics), metas)
     inference = compute_shape(key, lambda: infer(func, scan.args, scan.kwargs, scan.operands))
     fresh = [out for out in inference.outputs if out.shares is None and out.same_as is None]
     large = sum(output.prepass.num_bytes for output in fresh) >= EagerTensor.large_bytes

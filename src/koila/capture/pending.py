@@ -36,8 +36,8 @@ class _Place(threading.local):
         self.count = 0
         self.effects: list[Node] = []
         self.tape: list[weakref.ref[Node]] = []
-        self.given_up: weakref.WeakSet[Value] = weakref.WeakSet()
-        """Values that could not be run before the next batch; they wait until somebody asks for them."""
+        self.not_carried: weakref.WeakSet[Value] = weakref.WeakSet()
+        """Values that are not run before the next batch: that would free nothing, or failed once; see `carried`."""
         self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
         self._life = _Life()
         weakref.finalize(self._life, _left.append, (self.effects, self.tape)).atexit = False

@@ -20,7 +20,6 @@ from koila.ir.draws import draw
 from koila.ir.graph import collect
 from koila.ir.infer import HIDDEN_WRITERS, compute_shape, infer
 from koila.ir.node import Node, Storage, Value, function_name, version_of
-from koila.ir.owned import function_key
 from koila.ir.prepass import Inference, Output, PrePass, prepass_of
 from koila.ir.replay import Context, current_context
 from koila.ir.source import user_site
@@ -36,7 +35,7 @@ def _inference_for(func: Any, scan: Scan, cacheable: bool, context: Context) -> 
         events.count("shape_cache::miss::an argument cannot be hashed")
         return infer_now()
     place = recorder.place
-    key = trie_key(func, scan, context, place.epoch)
+    key = trie_key(scan, context, place.epoch)
     found = place.trie.traverse(key)
     if found is None:
         found = compute_shape(shape_key(key, scan), infer_now)
@@ -99,7 +98,7 @@ def _is_seen(operand: Value | torch.Tensor) -> bool:
 def record(func: Any, scan: Scan, inference: Inference, context: Context, cacheable: bool) -> Any:
     """Append a node for the call and wrap its results."""
     node = Node(func, scan.args, scan.kwargs, tuple(scan.operands), inference, context, user_site())
-    node.key = (function_key(func), context, tuple(scan.statics) if cacheable else object())
+    node.key = (scan.function, context, tuple(scan.statics) if cacheable else object())
     node.slots = tuple(scan.slots)
     node.versions = tuple([version_of(operand) for operand in scan.operands])
     node.draws = [draw(spec) for spec in inference.draws]
@@ -223,8 +222,9 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
 
 def _same_batch(before: PrePass, after: PrePass) -> PrePass:
     """What is known about a tensor after a call; a write to its data leaves its batch where it was."""
-    same = before.batch is not None and before.shape == after.shape
-    return after.with_batch(before.batch) if same else after
+    if before.batch is None or before.shape != after.shape or before.stride != after.stride:
+        return after
+    return after.with_batch(before.batch)
 
 
 def budget_of(values: Sequence[Value]) -> int | None:

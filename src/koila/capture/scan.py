@@ -7,7 +7,7 @@ position in the program) and the key of the shape cache (operands named by what 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +28,25 @@ SLOT_FUNCTIONS = {
 """Functions that use their Python floats as they are (or one minus them): such a float may vary between steps."""
 
 
-class Scan(NamedTuple):
+class Scan:
     """A call's arguments, taken apart."""
 
-    args: Any
-    kwargs: Any
-    operands: list[Value | torch.Tensor]
-    originals: list[torch.Tensor]
-    statics: list[Any]
-    slots: list[float]
+    __slots__ = ("args", "function", "kwargs", "operands", "originals", "slots", "statics")
+
+    def __init__(self, func: Any) -> None:
+        self.function = function_key(func)
+        """What stands for the function in keys."""
+        self.args: Any = ()
+        """Arguments with every LazyTensor replaced by its Value."""
+        self.kwargs: Any = {}
+        self.operands: list[Value | torch.Tensor] = []
+        """All tensors among the arguments, in order: Values and real tensors."""
+        self.originals: list[torch.Tensor] = []
+        """The same as the user gave them."""
+        self.statics: list[Any] = []
+        """What the call depends on besides its operands, in order."""
+        self.slots: list[float] = []
+        """Floats that may vary between steps."""
 
 
 class Unhashable(Exception):
@@ -80,6 +90,8 @@ _CONSTANTS = frozenset(
 
 
 def _scan_tree(tree: Any, scan: Scan, slotted: bool) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return _scan_leaf(tree, scan, slotted)
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         scan.statics.append((type(tree), len(tree)))
         return rebuild(type(tree), [_scan_tree(item, scan, slotted) for item in tree])
@@ -94,19 +106,18 @@ def _scan_tree(tree: Any, scan: Scan, slotted: bool) -> Any:
 
 def scan_call(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Scan, bool]:
     """Take a call apart; the flag says whether it can be cached."""
-    slotted = func in SLOT_FUNCTIONS
-    scan = Scan(None, None, [], [], [], [])
+    scan, slotted = Scan(func), func in SLOT_FUNCTIONS
     try:
-        new_args = tuple([_scan_tree(item, scan, slotted) for item in args])
-        new_kwargs = {}
+        scan.args = tuple([_scan_tree(item, scan, slotted) for item in args])
         for name, item in kwargs.items():
             scan.statics.append(name)
-            new_kwargs[name] = _scan_tree(item, scan, slotted)
-        return scan._replace(args=new_args, kwargs=new_kwargs), True
+            scan.kwargs[name] = _scan_tree(item, scan, slotted)
+        return scan, True
     except Unhashable:
-        scan = Scan(None, None, [], [], [], [])
+        scan = Scan(func)
         take = lambda leaf: _take_operand(leaf, scan)  # noqa: E731
-        return scan._replace(args=map_leaves(args, take), kwargs=map_leaves(kwargs, take)), False
+        scan.args, scan.kwargs = map_leaves(args, take), map_leaves(kwargs, take)
+        return scan, False
 
 
 def _take_operand(leaf: Any, scan: Scan) -> Any:
@@ -143,16 +154,11 @@ def _sharing(operands: list[Value | torch.Tensor]) -> tuple[Any, ...]:
     return tuple(pattern)
 
 
-def trie_key(func: Any, scan: Scan, context: Context, epoch: int) -> tuple[Any, ...]:
+def trie_key(scan: Scan, context: Context, epoch: int) -> tuple[Any, ...]:
     """The call after the calls before it: its operands are named by their position in the program of this epoch."""
     operands = tuple([_trie_operand(operand, epoch) for operand in scan.operands])
-    return (
-        function_key(func),
-        context,
-        tuple(scan.statics),
-        operands,
-        _sharing(scan.operands) if len(scan.operands) > 1 else (),
-    )
+    sharing = _sharing(scan.operands) if len(scan.operands) > 1 else ()
+    return scan.function, context, tuple(scan.statics), operands, sharing
 
 
 def shape_key(key: tuple[Any, ...], scan: Scan) -> tuple[Any, ...]:

@@ -20,7 +20,18 @@ _Key = tuple[Any, ...]
 class PrePass:
     """Shape, strides, offset, dtype, device, layout, requires_grad and batch of a value; compare with `is`."""
 
-    __slots__ = ("__weakref__", "batch", "device", "dtype", "layout", "offset", "requires_grad", "shape", "stride")
+    __slots__ = (
+        "__weakref__",
+        "_key",
+        "batch",
+        "device",
+        "dtype",
+        "layout",
+        "offset",
+        "requires_grad",
+        "shape",
+        "stride",
+    )
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,6 +45,7 @@ class PrePass:
     nothing: recording never guesses."""
 
     def __init__(self, key: _Key) -> None:
+        self._key = key
         self.shape, self.stride, self.offset, self.dtype, self.device, self.layout, self.requires_grad, self.batch = key
 
     @property
@@ -46,11 +58,11 @@ class PrePass:
 
     def with_grad(self, requires_grad: bool) -> PrePass:
         """The same record with another requires_grad."""
-        return self._replaced(requires_grad=requires_grad)
+        return _intern((*self._key[:6], requires_grad, self.batch))
 
     def on(self, device: torch.device) -> PrePass:
         """The same record on another device."""
-        return self._replaced(device=device)
+        return _intern((*self._key[:4], device, *self._key[5:]))
 
     def with_batch(self, dim: int | None) -> PrePass:
         """The same record with another batch dimension; None where the value has no such dimension.
@@ -58,12 +70,8 @@ class PrePass:
         >>> prepass_of(torch.zeros(2, 3)).with_batch(1).batch
         1
         """
-        known = dim if dim is not None and -len(self.shape) <= dim < len(self.shape) else None
-        return self._replaced(batch=known if known is None else known % len(self.shape))
-
-    def _replaced(self, **fields: Any) -> PrePass:
-        names = ("shape", "stride", "offset", "dtype", "device", "layout", "requires_grad", "batch")
-        return _intern(tuple(fields[name] if name in fields else getattr(self, name) for name in names))
+        known = dim is not None and -len(self.shape) <= dim < len(self.shape)
+        return _intern((*self._key[:7], dim % len(self.shape) if known and dim is not None else None))
 
     def __repr__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"

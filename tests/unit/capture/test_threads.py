@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx import _symbolic_trace
 
 import koila
 from koila._scopes import Scopes
@@ -33,6 +34,14 @@ def together(*works: Callable[[], Any]) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+@pytest.fixture(autouse=True)
+def flag() -> Iterator[None]:
+    """`make_fx` keeps a flag for the whole process, which two threads that trace at once leave set: put it back."""
+    before = _symbolic_trace._is_fx_tracing_flag
+    yield
+    _symbolic_trace._is_fx_tracing_flag = before
 
 
 @pytest.fixture
@@ -102,6 +111,19 @@ def test_new_programs_in_one_thread_while_another_repeats_its_own(often: None) -
                 assert koila.lazy(x).matmul(weight).sum().item() == pytest.approx((x @ weight).sum().item())
 
     together(new_programs, the_same)
+
+
+@pytest.mark.xfail(
+    strict=False, reason="traces are not serialised yet: analysis/trace.py needs one lock for all threads"
+)
+def test_tracing_in_two_threads_leaves_nothing_behind(often: None) -> None:
+    def work(start: int) -> None:
+        for size in range(start, start + 10, 2):
+            with koila.budget(chunk_size=2):
+                koila.lazy(torch.randn(4, size)).exp().sum().item()
+
+    together(lambda: work(20), lambda: work(21))
+    assert not _symbolic_trace._is_fx_tracing_flag
 
 
 def test_a_run_does_what_its_own_thread_recorded() -> None:
