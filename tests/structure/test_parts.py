@@ -26,11 +26,12 @@ import koila
 from koila import interfaces
 from koila.analysis.split import analyse
 from koila.analysis.symbolic import apply_symbolic_shapes
-from koila.analysis.trace import Demand, trace
+from koila.analysis.trace import trace
 from koila.delegates import call_delegate, to_backend
 from koila.events import Metric
-from koila.execution.memory import give_back
+from koila.execution.out_of_memory import give_back
 from koila.ir.cache import clear_all
+from koila.ir.job import Demand
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ PARTS = (
     Part("002", "koila._free", "free_bytes", "default budget"),
     Part("002", "koila._budget", "current_budget"),
     Part("002", "koila.planning.search", "chunk_sizes"),
-    Part("002", "koila.execution.memory", "give_back", "give back"),
+    Part("002", "koila.execution.out_of_memory", "give_back", "give back"),
     # The lazy core: nodes, their hashes, the trie.
     Part("003", "koila.parts", "Node.__init__"),
     Part("003", "koila.parts", "Node.num_outputs"),

@@ -7,6 +7,7 @@ What cannot be traced is remembered too, with the reason (Rule 3).
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ _joints: Cache[Joint | str] = Cache("trace_cache", 256)
 _tries: Cache[int] = Cache("trace_tries", 256)
 """How often a program could not be traced."""
 _TRIES = 3
+_tracing = threading.RLock()
+"""PyTorch notes in one place for all threads that a trace goes on."""
 
 
 @contextmanager
@@ -121,7 +124,7 @@ def _attempt(trace_now: Callable[[], Joint]) -> Joint | str:
     """The trace, or why there is none: then the program is an opaque eager segment (Rule 3), counted (Rule 6)."""
     started = time.perf_counter()
     try:
-        with without_collection():
+        with _tracing, without_collection():
             return trace_now()
     except MemoryError:  # That is of the moment, not of the program.
         raise

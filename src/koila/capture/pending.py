@@ -10,6 +10,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -84,6 +85,17 @@ class Recorder:
     def pending(self) -> list[Node]:
         """Nodes that this thread recorded, that have not run, and that anything still refers to; in order."""
         return [node for reference in self.place.tape if (node := reference()) is not None and not node.done]
+
+    def depending_on(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
+        """Pending values that the user holds and that are made from these tensors."""
+        changed, found = {id(tensor) for tensor in tensors}, list[Value]()
+        dependent: set[Node] = set()
+        for node in self.pending():
+            if any(id(o) in changed for o in node.operands) or any(v.node in dependent for v in node.values()):
+                dependent.add(node)
+                outputs = (node.output(index) for index in range(node.num_outputs))
+                found += [v for v in outputs if v is not None and v.node is not None and v.is_held]
+        return found
 
     def held(self) -> list[Value]:
         """Values that this thread recorded, that have no data yet, and that the user still holds; in order."""

@@ -17,7 +17,8 @@ from koila.errors import StaleInputError
 from koila.execution.evaluation import connected_leaves
 from koila.execution.history import history_of
 from koila.execution.out_of_memory import run_until_it_fits
-from koila.execution.results import Results, Seeds, run_split, seed_for
+from koila.execution.results import Results, run_split
+from koila.execution.seeds import Seeds, seed_for
 from koila.execution.segment import Gradients, SegmentState, attach
 from koila.execution.whole_run import gradients_whole
 from koila.ir.graph import Graph, collect

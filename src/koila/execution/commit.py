@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
+from koila.capture.lookup import BackwardRequest
+from koila.errors import BudgetError
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Storage, Value
+from koila.ir.source import user_site
+from koila.planning.failures import is_out_of_memory
 
 Unless = Callable[[BaseException], bool]
 
@@ -104,7 +108,8 @@ class Binding:
         self._nodes = [(node, node.done, node.due) for node in nodes]
         self._values = [(value, value.node, value.budget) for value in results]
         self._storages = [
-            (storage, storage.real, storage.writers, storage.readers) for storage in _storages(nodes, results)
+            (storage, storage.real, list(storage.writers), list(storage.readers))
+            for storage in _storages(nodes, results)
         ]
         for node in nodes:
             node.done, node.due = True, False
@@ -112,9 +117,9 @@ class Binding:
             value.bind(real)
             if budget is not None:  # Programs that start from a result keep to the budget of its inputs.
                 value.budget = budget
-        for storage, _, writers, readers in self._storages:
-            storage.writers = [writer for writer in writers if writer not in executed]
-            storage.readers = [r for r in readers if (n := r()) is not None and n not in executed]
+        for storage, _, _, _ in self._storages:
+            if storage.real:  # Else its values stay pending: whoever computes them again needs the writes again.
+                storage.forget(executed)
 
     def undo(self) -> None:
         """Everything is pending again."""
@@ -128,6 +133,48 @@ class Binding:
             storage.real, storage.writers, storage.readers = real, writers, readers
 
 
+def commit(
+    request: BackwardRequest, seeds: Sequence[torch.Tensor | None], changing: Sequence[torch.Tensor],
+    binding: Binding | None = None, can_be_repeated: bool = False,
+) -> None:  # fmt: skip
+    """PyTorch's own backward on real tensors, in one engine call.
+
+    Args:
+        request: The backward pass that is asked for.
+        seeds: One for each of its roots.
+        changing: Tensors whose gradients are restored if it fails.
+        binding: What was bound for it, to be undone then.
+        can_be_repeated: Whether everything is as it was then, so that a smaller plan may try again.
+    """
+    try:
+        with gradients_restored_on_error(changing, unless=is_from_user):
+            _backward_on_real(request, seeds)
+    except BaseException as error:
+        if binding is not None and not is_from_user(error):
+            binding.undo()
+        if is_out_of_memory(error) and not can_be_repeated:
+            raise BudgetError(
+                f"memory ran out while gradients were computed or added: {str(error).splitlines()[0]}",
+                where=f"the backward pass at {user_site()}",
+                hint="name a budget before the forward pass: koila.lazy(x, budget=...)",
+            ) from error
+        raise
+
+
+def _backward_on_real(request: BackwardRequest, seeds: Sequence[torch.Tensor | None]) -> None:
+    roots = [_real(root) for root in request.roots]
+    inputs = None if request.inputs is None else [_real(tensor) for tensor in request.inputs]
+    torch.autograd.backward(
+        roots, list(seeds), retain_graph=request.retain_graph, create_graph=request.create_graph, inputs=inputs
+    )
+
+
+def _real(tensor: Value | torch.Tensor) -> torch.Tensor:
+    real = tensor.real if isinstance(tensor, Value) else tensor
+    assert real is not None
+    return real
+
+
 def _storages(nodes: Sequence[Node], results: dict[Value, torch.Tensor]) -> set[Storage]:
     found = {value.storage for node in nodes for value in node.values()}
     found.update(storage for node in nodes for storage in node.storages)
@@ -137,9 +184,8 @@ def _storages(nodes: Sequence[Node], results: dict[Value, torch.Tensor]) -> set[
 
 def drop_effects(nodes: Sequence[Node]) -> None:
     """A run that failed leaves no writes behind that every later run would try again (Rule 4)."""
-    dropped, failed = {node for node in nodes if node.due}, set(nodes)
-    for node in dropped:
+    failed = set(nodes)
+    for node in nodes:
         node.due = False
     for storage in {storage for node in nodes for storage in node.storages}:
-        storage.writers = [writer for writer in storage.writers if writer not in dropped]
-        storage.readers = [r for r in storage.readers if (n := r()) is not None and n not in failed]
+        storage.forget(failed)

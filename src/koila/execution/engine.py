@@ -1,7 +1,7 @@
 """The engine: job → decision → run → bind → commit.
 
-*Takes* pending values, or a backward request. *Gives* the values bound to real tensors, and gradients committed. How a
-program runs is decided in `koila.planning.decide`; what is asked of it, in `koila.execution.jobs`.
+*Takes* pending values, or a backward request. *Gives* the values bound to real tensors, and gradients committed. What
+is asked of a program stands in `koila.execution.jobs`, how it runs is decided in `koila.planning.decide`.
 """
 
 from __future__ import annotations
@@ -15,29 +15,24 @@ from koila._budget import Budget, current_budget
 from koila.analysis.program import NotSplittable, program_of
 from koila.capture.lookup import BackwardRequest
 from koila.capture.pending import Recorder
-from koila.errors import BudgetError
 from koila.execution.attach import attached, count_fallback
-from koila.execution.commit import (
-    Binding,
-    drop_effects,
-    gradients_restored_on_error,
-    is_from_user,
-    restored_on_error,
-    write_effects,
-)
+from koila.execution.commit import Binding, commit, drop_effects, is_from_user, restored_on_error, write_effects
+from koila.execution.evaluation import awaited
+from koila.execution.frames import few_frames
 from koila.execution.history import history_of
 from koila.execution.jobs import Pending, Task, accumulating, held_bytes, task_for
-from koila.execution.out_of_memory import is_out_of_memory, note_failure, run_until_it_fits
-from koila.execution.results import Seeds, run_split, seed_for, stream_split
+from koila.execution.out_of_memory import note_failure, run_until_it_fits
+from koila.execution.results import run_split, stream_split
+from koila.execution.seeds import Given, given_seeds, seeds_of
 from koila.execution.steps import Step, remember, step, was_bound_last
 from koila.execution.whole_run import run_whole, written_leaves
 from koila.interfaces import BatchInfo
 from koila.ir.graph import Graph, collect
 from koila.ir.job import Demand, Wanted
 from koila.ir.node import Node, Value
-from koila.ir.prepass import prepass_of
 from koila.ir.source import user_site
 from koila.planning.decide import Decision, any_forced, decide, decision_for
+from koila.planning.failures import is_out_of_memory
 
 
 class Engine:
@@ -46,33 +41,33 @@ class Engine:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    # What capture asks for.
+    # What is asked for.
 
     def materialize(self, values: Sequence[Value], why: str) -> None:
         """Bind pending values to real tensors, and perform the pending effects."""
-        with step() as noted:
+        with few_frames(), step() as noted:
             self._serve(values, None, noted)
 
     def backward(self, request: BackwardRequest) -> None:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
-        seeds = [_own_seed(*pair) for pair in zip(request.roots, request.gradients, strict=True)]
-        with step() as noted:
+        seeds = given_seeds(request)
+        with few_frames(), step() as noted:
             noted.continues, noted.is_empty = was_bound_last(involved), False
             if not self._serve(involved, request, noted, seeds):
-                self._commit(request, seeds, accumulating(request, Graph((), ())))
+                commit(request, seeds, accumulating(request, Graph((), ())))
         self._recorder.new_epoch()
 
     def before_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """An optimizer is about to change parameters: run what the user holds and is pending on them, if it fits."""
-        depending, due = self._depending_on(parameters), list[Value]()
+        depending, due = self._recorder.depending_on(parameters), list[Value]()
         room = held_bytes(current_budget(collect(depending, []).budgets)) if depending else 0
         for value in sorted(depending, key=lambda value: value.prepass.num_bytes):
             room -= value.prepass.num_bytes
             if room >= 0:
                 due.append(value)
         if due:
-            events.count("forced::optimizer step", site=user_site())
+            events.forced("optimizer step", user_site())
             self.materialize(due, "optimizer step")
 
     def batch_of(self, value: Value) -> BatchInfo | None:
@@ -94,7 +89,8 @@ class Engine:
             if decision is not None and decision.fallback is not None:
                 count_fallback(decision.fallback)
             self.materialize([value], "stream")
-            yield _real(value).detach()
+            assert value.real is not None
+            yield value.real.detach()
             return
         task.own.graph.check_fresh()
         for piece in stream_split(decision, task.own.graph):
@@ -108,77 +104,56 @@ class Engine:
         device: torch.device | None = None, detailed: bool = True,
     ) -> Task | None:  # fmt: skip
         """The task that a run of these values would carry out; None: nothing is to run."""
-        pending = Pending(self._recorder.effects, self._recorder.pending())
+        pending = Pending(self._recorder.effects, awaited(self._recorder.pending()))
         return task_for(values, pending, request, budget, device, detailed)
-
-    def _depending_on(self, parameters: Sequence[torch.Tensor]) -> list[Value]:
-        """Pending values that the user holds and that are made from these tensors."""
-        changed, found = {id(parameter) for parameter in parameters}, list[Value]()
-        dependent: set[Node] = set()
-        for node in self._recorder.pending():
-            if any(id(o) in changed for o in node.operands) or any(v.node in dependent for v in node.values()):
-                dependent.add(node)
-                outputs = (node.output(index) for index in range(node.num_outputs))
-                found += [v for v in outputs if v is not None and v.node is not None and v.is_held]
-        return found
 
     # Decision → run → bind → commit.
 
-    def _serve(
-        self, values: Sequence[Value], request: BackwardRequest | None, noted: Step,
-        seeds: Sequence[torch.Tensor | None] = (),
-    ) -> bool:  # fmt: skip
+    def _serve(self, values: Sequence[Value], request: BackwardRequest | None, noted: Step, seeds: Given = ()) -> bool:
         """Compute values, and differentiate them if that is requested; False: nothing was to be done."""
         task = self.task(values, request, detailed=any_forced())
         if task is None:
             return False
         noted.follows = request is None and was_bound_last(v for node in task.own.graph.nodes for v in node.values())
-        failed = task.is_plain and not self._runs_as_it_is(task, noted, seeds)
-        if failed:
-            task = self.task(values, request)
-            assert task is not None
-        if failed or not task.is_plain:
-            self._run(task, noted, seeds, failed)
-        return True
-
-    def _runs_as_it_is(self, task: Task, noted: Step, seeds: Sequence[torch.Tensor | None]) -> bool:
-        """Run a task that nobody has to decide about; False if memory ran out."""
         try:
-            decision = decide(task.job)
-            noted.tries(decision)
-            self._carry_out(task, decision, noted, seeds)
+            self._run(task, noted, seeds)
         except Exception as error:
-            if is_out_of_memory(error):
-                note_failure(error)
-                return False
-            drop_effects(task.own.graph.nodes)
-            raise
-        except BaseException:
-            drop_effects(task.own.graph.nodes)
-            raise
+            if not (task.is_plain and is_out_of_memory(error)):
+                raise
+            # It ran as it is, without a decision: from now on it has one.
+            note_failure(error)
+            following = self.task(values, request)
+            assert following is not None
+            self._run(following, noted, seeds, failed=True)
         return True
 
-    def _run(self, task: Task, noted: Step, seeds: Sequence[torch.Tensor | None] = (), failed: bool = False) -> None:
+    def _run(self, task: Task, noted: Step, seeds: Given = (), failed: bool = False) -> None:
         run = lambda decision: self._carry_out(task, decision, noted, seeds)  # noqa: E731
         try:
-            run_until_it_fits(task.job, run, noted.tries, failed)
-        except BaseException:
-            drop_effects(task.own.graph.nodes)
+            if task.is_plain:
+                decision = decide(task.job)
+                noted.tries(decision)
+                run(decision)
+            else:
+                run_until_it_fits(task.job, run, noted.tries, failed)
+        except BaseException as error:
+            if not (task.is_plain and is_out_of_memory(error)):
+                drop_effects(task.own.graph.nodes)
             raise
 
-    def _carry_out(self, task: Task, decision: Decision, noted: Step, seeds: Sequence[torch.Tensor | None]) -> None:
+    def _carry_out(self, task: Task, decision: Decision, noted: Step, seeds: Given) -> None:
         """Run a task by a decision; an error leaves everything as it was (Rule 4)."""
-        is_whole = decision.how == "whole"
+        is_whole, request = decision.how == "whole", task.request
         graph = (task.whole if is_whole else task.own).graph
         if decision.fallback is not None:
             count_fallback(decision.fallback)
-        with restored_on_error(written_leaves(graph) if task.request else (), unless=is_from_user):
+        with restored_on_error(written_leaves(graph) if request else (), unless=is_from_user):
             binding = self._whole(task) if is_whole else self._split(task, decision, noted, seeds)
-            if task.request is not None:
+            if request is not None:
                 # A split run changes no gradient before its commit, which is PyTorch's own addition: no copies.
-                changing = accumulating(task.request, graph)
+                changing = accumulating(request, graph)
                 kept = changing if is_whole else [tensor for tensor in changing if tensor.grad is None]
-                self._commit(task.request, seeds, kept, binding, can_be_repeated=len(kept) == len(changing))
+                commit(request, seeds, kept, binding, can_be_repeated=len(kept) == len(changing))
         noted.num_calls += len(graph.nodes)
         events.count("runs")
         events.count(f"runs::{decision.how}")
@@ -189,14 +164,11 @@ class Engine:
         results, done = run_whole(evaluation.graph, evaluation.needed, evaluation.effects, task.required)
         return self._bind(done, results, task)
 
-    def _split(
-        self, task: Task, decision: Decision, noted: Step, given: Sequence[torch.Tensor | None]
-    ) -> Binding:  # fmt: skip
+    def _split(self, task: Task, decision: Decision, noted: Step, given: Given) -> Binding:
         for other in task.others:
             self._perform(other)
-        job, graph = task.job, task.own.graph
+        job, graph, seeds = task.job, task.own.graph, seeds_of(task, decision, given)
         graph.check_fresh()
-        seeds = _seeds(task, decision, given)
         results = run_split(decision, graph, seeds)
         noted.phase_seconds = results.phase_seconds
         if job.demand.roots and task.request is None:
@@ -224,60 +196,3 @@ class Engine:
                 self._run(task, Step())
         except Exception:  # Whoever asks for its value will see the error.
             events.count("effects::dropped", site=graph.nodes[-1].site)
-
-    def _commit(
-        self, request: BackwardRequest, seeds: Sequence[torch.Tensor | None], changing: list[torch.Tensor],
-        binding: Binding | None = None, can_be_repeated: bool = False,
-    ) -> None:  # fmt: skip
-        """PyTorch's own backward on real tensors, in one engine call."""
-        try:
-            with gradients_restored_on_error(changing, unless=is_from_user):
-                _backward_on_real(request, seeds)
-        except BaseException as error:
-            if binding is not None and not is_from_user(error):
-                binding.undo()
-            if is_out_of_memory(error) and not can_be_repeated:
-                raise BudgetError(
-                    f"memory ran out while gradients were computed or added: {str(error).splitlines()[0]}",
-                    where=f"the backward pass at {user_site()}",
-                    hint="name a budget before the forward pass: koila.lazy(x, budget=...)",
-                ) from error
-            raise
-
-
-def _seeds(task: Task, decision: Decision, given: Sequence[torch.Tensor | None]) -> Seeds:
-    """A seed for each root: as requested, or as it came with the backward pass that followed the last time."""
-    job = task.job
-    if not decision.wanted.gradients:
-        return ()
-    roots = [job.graph.outputs[root] for root in job.demand.roots]
-    if task.request is None:
-        return [seed_for(root.prepass, None, history_of(job).seed) for root in roots]
-    by_root: dict[Value, torch.Tensor] = {}
-    for root, seed in zip(task.request.roots, given, strict=True):
-        if isinstance(root, Value) and seed is not None:
-            by_root[root] = by_root[root] + seed if root in by_root else seed
-    return [seed_for(root.prepass, by_root[root]) for root in roots]
-
-
-def _real(tensor: Value | torch.Tensor) -> torch.Tensor:
-    real = tensor.real if isinstance(tensor, Value) else tensor
-    assert real is not None
-    return real
-
-
-def _own_seed(root: Value | torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
-    """The seed of a scalar, made before anything runs; for others eager's engine says what is missing."""
-    shape = root.prepass.shape if isinstance(root, Value) else tuple(root.shape)
-    if given is not None or any(size != 1 for size in shape):
-        return given
-    prepass = root.prepass if isinstance(root, Value) else prepass_of(root)
-    return torch.ones(shape, dtype=prepass.dtype, device=prepass.device) if prepass.dtype.is_floating_point else None
-
-
-def _backward_on_real(request: BackwardRequest, seeds: Sequence[torch.Tensor | None]) -> None:
-    roots = [_real(root) for root in request.roots]
-    inputs = None if request.inputs is None else [_real(tensor) for tensor in request.inputs]
-    torch.autograd.backward(
-        roots, list(seeds), retain_graph=request.retain_graph, create_graph=request.create_graph, inputs=inputs
-    )

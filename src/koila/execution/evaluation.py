@@ -38,7 +38,8 @@ class Evaluation:
         if value.is_held:
             return True
         readers = (reference() for reference in value.storage.readers)
-        return any(r is not None and r not in self._place and value in r.operands for r in readers)
+        outside = [r for r in readers if r is not None and r not in self._place and value in r.operands]
+        return bool(outside) and bool(awaited(_pending_from(outside)))
 
     def _outputs(self) -> tuple[Value, ...]:
         """Results that stand for themselves; values that share memory are made from one of them."""
@@ -86,6 +87,42 @@ class Evaluation:
         if not differentiated:
             found = [i for i in found if not outputs[i].requires_grad]
         return tuple(sorted(found, key=lambda i: (outputs[i].prepass.num_bytes, i)))
+
+
+def awaited(nodes: Sequence[Node]) -> list[Node]:
+    """Of pending calls, in order, those that lead to something that somebody holds, or to a write that is due.
+
+    What nobody can ask for is garbage, whether Python has collected it by now or not.
+    """
+    found: set[Node] = set()
+    for node in reversed(nodes):
+        if (
+            node.due
+            or any(_leads_on(node.output(index), found) for index in range(node.num_outputs))
+            or not node.num_outputs
+        ):
+            found.add(node)
+    return [node for node in nodes if node in found]
+
+
+def _leads_on(value: Value | None, found: set[Node]) -> bool:
+    if value is None:
+        return False
+    return value.is_held or any(reference() in found for reference in value.storage.readers)
+
+
+def _pending_from(nodes: Sequence[Node]) -> list[Node]:
+    """Pending calls and those that read their results, in order."""
+    found: set[Node] = set()
+    pending = [node for node in nodes if not node.done]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            outputs = (node.output(index) for index in range(node.num_outputs))
+            readers = (reference() for value in outputs if value is not None for reference in value.storage.readers)
+            pending += [reader for reader in readers if reader is not None and not reader.done]
+    return sorted(found, key=lambda node: node.sequence)
 
 
 def _is_scalar(value: Value) -> bool:

@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-_directory: ContextVar[str | None] = ContextVar("directory", default=None)
+from koila._scopes import Scopes
+
+_directories = Scopes[str | None]("directories")
 
 
-@contextmanager
-def offload_in(directory: str | None) -> Iterator[None]:
+def offload_in(directory: str | None) -> AbstractContextManager[str | None]:
     """A scope in which files are made in that directory."""
-    token = _directory.set(directory)
-    try:
-        yield
-    finally:
-        _directory.reset(token)
+    return _directories.inside(directory)
 
 
 def empty_in_file(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor whose memory is a file."""
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
     length = extent * dtype.itemsize
-    with tempfile.TemporaryFile(dir=_directory.get()) as file:
+    with tempfile.TemporaryFile(dir=_directories.innermost) as file:
         file.truncate(max(length, 1))
         memory = mmap.mmap(file.fileno(), max(length, 1))
     flat = torch.frombuffer(memory, dtype=dtype, count=extent) if extent else torch.empty(0, dtype=dtype)

@@ -21,29 +21,12 @@ from koila.events import Wait
 from koila.ir.job import Job
 from koila.ir.source import user_site
 from koila.planning.decide import Decision, decide, decision_for, put_in_force
+from koila.planning.failures import is_out_of_memory
 from koila.planning.whole_peak import whole_peak
 
 T = TypeVar("T")
 _TRIES = 8
 """So many decisions are tried in one run."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation failed: an accelerator's own error, or the CPU allocator's."""
-    if isinstance(error, BudgetError):
-        return False
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-
-
-_SIGNS = (
-    "DefaultCPUAllocator",
-    "not enough memory",
-    "could not create a memory",
-    "could not create a primitive",
-    "out of memory",
-)
 
 
 def give_back() -> None:

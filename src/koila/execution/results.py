@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from koila import events
-from koila.analysis.trace import Joint, seed_layout
+from koila.analysis.trace import Joint
 from koila.execution.offload import offload_in
 from koila.execution.split_run import CompiledPlan, run_chunked, stream_chunked
 from koila.ir.graph import Graph
-from koila.ir.prepass import PrePass
 from koila.planning.decide import Decision
 
 Seeds = Sequence[torch.Tensor]
@@ -89,12 +88,3 @@ def inputs_of(joint: Joint, graph: Graph, seeds: Seeds) -> list[Any]:
         else:
             found.append(seeds[each.index] if seeds else None)
     return found
-
-
-def seed_for(prepass: PrePass, given: torch.Tensor | None, number: float = 1.0) -> torch.Tensor:
-    """The seed of a root in the layout that the program was traced with; `number` everywhere if none is given."""
-    layout = seed_layout(prepass)
-    if given is not None and tuple(given.stride()) == layout.stride:
-        return given
-    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
-    return made.fill_(number) if given is None else made.copy_(given)

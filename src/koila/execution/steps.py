@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from koila import events
+from koila._scopes import Scopes
 from koila.ir.node import Value
 from koila.planning.calibration import correct
 from koila.planning.decide import Decision, forget_decisions
@@ -50,31 +51,30 @@ class Step:
         )  # fmt: skip
 
 
-class _Here(threading.local):
+class _Last(threading.local):
     def __init__(self) -> None:
-        self.step: Step | None = None
-        self.scopes: list[Any] = []
-        self.last: set[int] = set()
-        """The values that the last step bound, by identity."""
+        self.values: set[int] = set()
+        """The values that the last step of this thread bound, by identity."""
 
 
-_here = _Here()
+_last = _Last()
+_steps = Scopes[Step]("steps")
+_measures = Scopes[Any]("measures")
 
 
 @contextmanager
 def step() -> Iterator[Step]:
     """A scope for one step; a step within a step (a hook that forces a value) is part of it."""
-    if _here.step is not None:
-        yield _here.step
+    outer = _steps.innermost
+    if outer is not None:
+        yield outer
         return
-    found = _here.step = Step()
-    tracker = WorkspaceTracker() if _here.scopes else None
-    scopes = tuple(_here.scopes)
+    scopes, found = _measures.all, Step()
+    tracker = WorkspaceTracker() if scopes else None
     try:
-        with tracker or nullcontext():
+        with _steps.inside(found), tracker or nullcontext():
             yield found
     finally:
-        _here.step = None
         if not found.is_empty:
             events.spend("run_seconds", time.perf_counter() - found.started)
             measured = None if tracker is None else tracker.peak_bytes
@@ -85,21 +85,18 @@ def step() -> Iterator[Step]:
 @contextmanager
 def measuring(scope: Any) -> Iterator[None]:
     """A scope in which every step of this thread is measured; the steps' events name it."""
-    _here.scopes.append(scope)
-    try:
+    with _measures.inside(scope):
         yield
-    finally:
-        _here.scopes.remove(scope)
 
 
 def remember(values: Iterable[Value]) -> None:
     """These values were bound by the step that goes on."""
-    _here.last = {id(value) for value in values}
+    _last.values = {id(value) for value in values}
 
 
 def was_bound_last(values: Iterable[Value]) -> bool:
     """Whether one of the values was bound by the step before."""
-    return any(id(value) in _here.last for value in values)
+    return any(id(value) in _last.values for value in values)
 
 
 def _learn(step: Step, measured_bytes: int | None) -> None:

@@ -76,7 +76,8 @@ class PlannedRun:
 def planned_run(job: Job, decision: Decision) -> PlannedRun:
     """A decision as a person reads it."""
     projection = decision.projection or whole_peak(job)
-    site = "in backward" if projection.recorded is None else f"at {job.graph.nodes[projection.recorded].site}"
+    graph = job.whole_graph if decision.plan is None else job.graph
+    site = "in backward" if projection.recorded is None else f"at {graph.nodes[projection.recorded].site}"
     return PlannedRun(
         decision.how, decision.plan, decision.num_samples, decision.chunk_size, decision.budget.allowed_bytes,
         projection.peak_bytes, projection.kinds, projection.largest, site, str(job.device), decision.reasons,

@@ -1,0 +1,45 @@
+"""Frames: an error that leaves koila shows the user's lines, not a screen of koila's.
+
+*Takes* an exception on its way out. *Gives* the same exception with koila's own frames taken out of its traceback, but
+for the innermost. `KOILA_TRACEBACK=full` keeps all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+VARIABLE = "KOILA_TRACEBACK"
+NUM_FRAMES = 12
+"""So many frames are kept at most, the innermost ones."""
+
+
+@contextmanager
+def few_frames() -> Iterator[None]:
+    """Errors of the body leave with few frames."""
+    try:
+        yield
+    except Exception as error:
+        if os.environ.get(VARIABLE) != "full":
+            error.__traceback__ = trimmed(error.__traceback__)
+        raise
+
+
+def trimmed(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback without koila's frames, except for the innermost frame of all."""
+    frames: list[TracebackType] = []
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    shown = [each for each in frames[:-1] if not _is_own(each)] + frames[-1:]
+    found: TracebackType | None = None
+    for each in reversed(shown[-NUM_FRAMES:]):
+        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found
+
+
+def _is_own(traceback: TracebackType) -> bool:
+    name = str(traceback.tb_frame.f_globals.get("__name__", ""))
+    return name.split(".")[0] == "koila" or name in ("contextlib", "torch.utils._contextlib")
