@@ -33,20 +33,10 @@ def test_formulas_hold(family: str, num_threads: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(QUICK)))
-def test_formulas_of_the_other_families_hold(family: str, num_threads: int) -> None:
-    test_formulas_hold(family, num_threads)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("family", ["convolutions", "convolutions_in_channels_last", "recurrent"])
-def test_bounds_by_reading_hold_below_avx2(family: str, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one processor without a measured table that every machine can be."""
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
-    assert [reading for reading in readings([family], num_threads) if reading.is_under] == []
+def test_formulas_of_the_other_families_hold(family: str) -> None:
+    """At one thread; `./scripts/nightly workspace` asks for more of them, and for a processor without AVX2."""
+    test_formulas_hold(family, 1)
 
 
 def fake_calls() -> Iterator[tuple[Call, Any]]:

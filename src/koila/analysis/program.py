@@ -25,6 +25,11 @@ from koila.ir.job import Demand, Wanted
 class NotSplittable(Exception):
     """The program runs whole; the message says why."""
 
+    def __init__(self, reason: str, is_final: bool = True) -> None:
+        super().__init__(reason)
+        self.is_final = is_final
+        """Whether that is so for good: an error while tracing or planning may be of the moment."""
+
 
 _joints: Cache[Joint | str] = Cache("trace_cache", 256)
 """By program its joint graph, or why it has none."""
@@ -103,7 +108,7 @@ def program_of(graph: Graph, demand: Demand) -> Program:
         key = (*key, tuple(graph.nodes[node].slots[which] for node, which, _ in joint.pinned))
         joint = _traced(key, lambda: trace(graph, demand))
     if isinstance(joint, str):
-        raise NotSplittable(joint)
+        raise NotSplittable(joint, is_final=False)
     return Program(graph, demand, key, joint)
 
 

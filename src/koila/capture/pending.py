@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -79,29 +79,30 @@ class Recorder:
         place = self.place
         if _left:
             place.take_over()
-        place.effects[:] = [node for node in place.effects if node.due]
+        place.effects[:] = [node for node in place.effects if node.due and not node.failed]
         return place.effects
 
+    def recorded(self) -> Iterator[Node]:
+        """Nodes that this thread recorded and that anything still refers to, in order; some may have run."""
+        return (node for reference in self.place.tape if (node := reference()) is not None)
+
     def pending(self) -> list[Node]:
-        """Nodes that this thread recorded, that have not run, and that anything still refers to; in order."""
-        return [node for reference in self.place.tape if (node := reference()) is not None and not node.done]
+        """Those of them that have not run, and whose run has not failed: they run with the next run."""
+        return [node for node in self.recorded() if not node.done and not node.failed]
 
     def depending_on(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
         """Pending values that the user holds and that are made from these tensors."""
         changed, found = {id(tensor) for tensor in tensors}, list[Value]()
         dependent: set[Node] = set()
-        for node in self.pending():
+        for node in self.recorded():
             if any(id(o) in changed for o in node.operands) or any(v.node in dependent for v in node.values()):
                 dependent.add(node)
-                outputs = (node.output(index) for index in range(node.num_outputs))
-                found += [v for v in outputs if v is not None and v.node is not None and v.is_held]
+                found += node.waiting()
         return found
 
     def held(self) -> list[Value]:
         """Values that this thread recorded, that have no data yet, and that the user still holds; in order."""
-        nodes = (node for reference in self.place.tape if (node := reference()) is not None)
-        values = (node.output(index) for node in nodes for index in range(node.num_outputs))
-        return [value for value in values if value is not None and value.real is None and value.is_held]
+        return [value for node in self.recorded() for value in node.waiting()]
 
     def forget(self) -> None:
         """Nothing that this thread has recorded is pending any more: no effect is done, nothing is run by `settle`."""

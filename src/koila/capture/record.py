@@ -77,9 +77,16 @@ def _run_readers(written: list[Value | torch.Tensor]) -> None:
     places = {place for operand in written if (place := _place_of(operand)) is not None}
     shared = {id(operand.storage) for operand in written if isinstance(operand, Value)}
     due: list[Value] = []
-    for node in recorder.pending():
-        if any(id(v.storage) in shared for v in node.values()) or any(_place_of(o) in places for o in node.operands):
+    spoiled: set[Node] = set()
+    for node in recorder.recorded():
+        reads = any(id(v.storage) in shared for v in node.values()) or any(
+            _place_of(o) in places for o in node.operands
+        )
+        if reads and not node.done:
             due += [value for i in range(node.num_outputs) if (value := node.output(i)) is not None]
+        elif reads or any(value.node in spoiled for value in node.values()):
+            spoiled.add(node)  # It has run, but results that were released could not be computed again.
+            due += node.waiting() if node.done else []
     if due:
         Bridge.realizer.materialize(due, "a write to what it reads")
 

@@ -112,7 +112,7 @@ class Binding:
             for storage in _storages(nodes, results)
         ]
         for node in nodes:
-            node.done, node.due = True, False
+            node.done, node.due, node.failed = True, False, False
         for value, real in results.items():
             value.bind(real)
             if budget is not None:  # Programs that start from a result keep to the budget of its inputs.
@@ -182,10 +182,10 @@ def _storages(nodes: Sequence[Node], results: dict[Value, torch.Tensor]) -> set[
     return found
 
 
-def drop_effects(nodes: Sequence[Node]) -> None:
-    """A run that failed leaves no writes behind that every later run would try again (Rule 4)."""
+def give_up(nodes: Sequence[Node]) -> None:
+    """A run that failed leaves nothing behind that every later run would try again (Rule 4)."""
     failed = set(nodes)
     for node in nodes:
-        node.due = False
+        node.failed = True
     for storage in {storage for node in nodes for storage in node.storages}:
         storage.forget(failed)

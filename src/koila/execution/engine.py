@@ -16,7 +16,7 @@ from koila.analysis.program import NotSplittable, program_of
 from koila.capture.lookup import BackwardRequest
 from koila.capture.pending import Recorder
 from koila.execution.attach import attached, count_fallback
-from koila.execution.commit import Binding, commit, drop_effects, is_from_user, restored_on_error, write_effects
+from koila.execution.commit import Binding, commit, give_up, is_from_user, restored_on_error, write_effects
 from koila.execution.evaluation import awaited
 from koila.execution.frames import few_frames
 from koila.execution.history import history_of
@@ -51,12 +51,19 @@ class Engine:
     def backward(self, request: BackwardRequest) -> None:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
-        seeds = given_seeds(request)
         with few_frames(), step() as noted:
+            seeds = self._given_seeds(request, involved)
             noted.continues, noted.is_empty = was_bound_last(involved), False
             if not self._serve(involved, request, noted, seeds):
                 commit(request, seeds, accumulating(request, Graph((), ())))
         self._recorder.new_epoch()
+
+    def _given_seeds(self, request: BackwardRequest, involved: Sequence[Value]) -> Given:
+        try:
+            return given_seeds(request)
+        except BaseException:
+            give_up(collect(involved, self._recorder.effects).nodes)
+            raise
 
     def before_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """An optimizer is about to change parameters: run what the user holds and is pending on them, if it fits."""
@@ -138,7 +145,7 @@ class Engine:
                 run_until_it_fits(task.job, run, noted.tries, failed)
         except BaseException as error:
             if not (task.is_plain and is_out_of_memory(error)):
-                drop_effects(task.own.graph.nodes)
+                give_up(task.own.graph.nodes)
             raise
 
     def _carry_out(self, task: Task, decision: Decision, noted: Step, seeds: Given) -> None:

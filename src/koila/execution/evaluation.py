@@ -76,16 +76,11 @@ class Evaluation:
         outputs = enumerate(self.graph.outputs)
         return tuple(i for i, v in outputs if v in self.wanted or v.keep or id(v.storage) in based)
 
-    def held(self, differentiated: bool) -> tuple[int, ...]:
-        """Outputs that nobody asked for but somebody holds, smallest first.
-
-        Without a backward pass in this run, values that require grad stay pending: a later backward pass then goes
-        through the whole program at once, instead of through a border at each of them.
-        """
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """Outputs that nobody asked for but somebody holds, smallest first."""
         outputs = self.graph.outputs
         found = [i for i in range(len(outputs)) if i not in self.asked]
-        if not differentiated:
-            found = [i for i in found if not outputs[i].requires_grad]
         return tuple(sorted(found, key=lambda i: (outputs[i].prepass.num_bytes, i)))
 
 

@@ -155,7 +155,7 @@ class _Making:
         job = Job(
             own.graph, demand, wanted, self.budget, self.device,
             everything=None if len(whole.graph.nodes) == len(own.graph.nodes) else whole.graph,
-            held=own.held(differentiated=gradients),
+            held=own.held,
             must_run_whole=_why_whole(own.graph, self.request),
             copied_bytes=self._copied_bytes(whole.graph),
             history=_history(own.graph),

@@ -130,6 +130,7 @@ class Node:
         "done",
         "draws",
         "due",
+        "failed",
         "func",
         "inference",
         "key",
@@ -165,6 +166,8 @@ class Node:
         self.sequence = next(_sequence)
         self.draws: list[Any] = []
         """One source per random operator inside the call."""
+        self.failed = False
+        """Whether a run of it failed: it runs again, with its write, only for somebody who asks for its value."""
         self.due = False
         """Whether it writes to a real tensor (running statistics) and no run has done so yet."""
         self.done = False
@@ -202,6 +205,11 @@ class Node:
         """A result, if anything still refers to it."""
         reference = self._outputs[index]
         return None if reference is None else reference()
+
+    def waiting(self) -> list[Value]:
+        """Results that the user holds and that have no data yet; a run may have computed and released them."""
+        outputs = (self.output(index) for index in range(self.num_outputs))
+        return [value for value in outputs if value is not None and value.node is not None and value.is_held]
 
     def values(self) -> Iterator[Value]:
         """Pending or bound values among the operands."""

@@ -149,7 +149,7 @@ class Cutter:
 def _illegal(error: Exception) -> NotSplittable:
     """A chunk that is illegal on fake tensors is found before anything runs (Rule 3)."""
     text = str(error).splitlines()[0] if str(error) else ""
-    return NotSplittable(f"its chunks are illegal: {type(error).__name__}: {text}")
+    return NotSplittable(f"its chunks are illegal: {type(error).__name__}: {text}", is_final=False)
 
 
 def _count(started: float) -> None:

@@ -56,6 +56,8 @@ class Decision:
     """Why it is what it is, in the user's words."""
     fallback: str | None = None
     """Why it runs whole although the budget asks for a cut."""
+    is_final: bool = True
+    """Whether it stays: one that follows from an error while tracing or planning is made anew a few times."""
     program: Hashable = None
     """Under which measuring corrects its projection."""
 
@@ -88,13 +90,13 @@ def decide(job: Job) -> Decision:
     try:
         return _decide_bytes(job, budget.allowed_bytes)
     except NotSplittable as reason:
-        return _uncut(job, projection, str(reason))
+        return _uncut(job, projection, reason)
 
 
-def _whole(job: Job, projection: Projection | None, reason: str, fallback: str | None = None) -> Decision:
+def _whole(job: Job, projection: Projection | None, reason: str, because: NotSplittable | None = None) -> Decision:
     return Decision(
         "whole", job.wanted, job.budget, job.graph.num_samples, projection=projection, reasons=(reason,),
-        fallback=fallback,
+        fallback=None if because is None else str(because), is_final=because is None or because.is_final,
     )  # fmt: skip
 
 
@@ -106,11 +108,11 @@ def _decide_chunks(job: Job, chunk_size: int) -> Decision:
         wanted = next(_variants(job, None))
         cut = cutter.chunks(wanted, chunk_size)
     except NotSplittable as reason:
-        return _whole(job, None, f"it cannot be cut: {reason}", str(reason))
+        return _whole(job, None, f"it cannot be cut: {reason}", reason)
     return _split(job, cut, (f"chunks of {cut.plan.chunk_size}: the chunk size that was asked for",))
 
 
-def _uncut(job: Job, projection: Projection, reason: str) -> Decision:
+def _uncut(job: Job, projection: Projection, reason: NotSplittable) -> Decision:
     """What cannot be cut runs whole if that fits, or if nobody named a budget; else it is refused (Rule 2)."""
     fits = projection.peak_bytes <= (job.budget.allowed_bytes or 0)
     if job.previous is not None or not (fits or job.budget.is_default):
@@ -129,24 +131,28 @@ def _cutter(job: Job) -> Cutter:
 
 def _variants(job: Job, allowed_bytes: int | None) -> Iterator[Wanted]:
     """What a run may compute beside what it must, from all of it to nothing."""
-    held = _fitting(job, allowed_bytes)
     seen: set[Wanted] = set()
-    for wanted in (job.guessed, job.wanted):
-        for extra in (held, ()):
-            if wanted is not None:
-                found = replace(wanted, outputs=tuple(sorted({*wanted.outputs, *extra})))
-                if found not in seen:
-                    seen.add(found)
-                    yield found
+    for wanted in (each for each in (job.guessed, job.wanted) if each is not None):
+        for extra in (_fitting(job, wanted, allowed_bytes), ()):
+            found = replace(wanted, outputs=tuple(sorted({*wanted.outputs, *extra})))
+            if found not in seen:
+                seen.add(found)
+                yield found
 
 
-def _fitting(job: Job, allowed_bytes: int | None) -> tuple[int, ...]:
-    """Of the values that the user holds, the smallest that fit into their share."""
+def _fitting(job: Job, wanted: Wanted, allowed_bytes: int | None) -> tuple[int, ...]:
+    """Of the values that the user holds, the smallest that fit into their share.
+
+    Without a backward pass in this run, values that require grad stay pending: a later backward pass then goes through
+    the whole program at once, instead of through a border at each of them.
+    """
+    outputs = job.graph.outputs
+    held = [index for index in job.held if wanted.gradients or not outputs[index].requires_grad]
     if allowed_bytes is None:
-        return job.held
+        return tuple(held)
     room, found = allowed_bytes // HELD_SHARE, []
-    for index in job.held:
-        room -= job.graph.outputs[index].prepass.num_bytes
+    for index in held:
+        room -= outputs[index].prepass.num_bytes
         if room >= 0:
             found.append(index)
     return tuple(found)
@@ -223,6 +229,9 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
 _decisions: Cache[Decision] = Cache("decision_cache", 512)
 _forced: Cache[Decision] = Cache("forced_decisions", 256)
 """Decisions that replaced one that ran out of memory."""
+_tries: Cache[int] = Cache("decision_tries", 256)
+"""How often a decision was made that an error of the moment may have caused."""
+_TRIES = 3
 
 
 def decision_for(job: Job) -> Decision:
@@ -237,7 +246,12 @@ def decision_for(job: Job) -> Decision:
     found = _decisions.get(job.key)
     if found is None:
         with events.waiting(f"looking for a plan for {len(job.graph.nodes)} calls"):
-            found = _decisions.add(job.key, decide(job))
+            found = decide(job)
+        tries = (_tries.get(job.key) or 0) + 1
+        if found.is_final or tries >= _TRIES:
+            _decisions.add(job.key, found)
+        else:
+            _tries.add(job.key, tries)
     return found
 
 
@@ -255,4 +269,5 @@ def forget_decisions() -> None:
     """Decide anew: the rules or the calibration have changed."""
     _decisions.clear()
     _forced.clear()
+    _tries.clear()
     forget_searches()

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import koila
-from koila.analysis.trace import Demand
-from koila.execution.programs import Program, Selection
+from koila.analysis.program import program_of
 from koila.execution.split_run import CompiledPlan, run_chunked
+from koila.ir.job import Demand, Wanted
 from koila.planning.levers.growth import Drawing
 from koila.planning.levers.region import _split_around
 from koila.planning.phases import make_layout
@@ -32,8 +32,8 @@ def test_a_product_that_is_no_sum_in_its_region_is_handed_on(bias: bool) -> None
 
     graph = koila.graph(model(koila.lazy(x)).square().mean())
     wrt = tuple(index for index, leaf in enumerate(graph.leaves) if leaf.requires_grad)
-    program = Program(graph, Demand((0,), (False,), wrt))
-    plan = make_plan(make_layout(program.facts(Selection((0,), gradients=True))), CHUNK)
+    program = program_of(graph, Demand((0,), wrt))
+    plan = make_plan(make_layout(program.facts(Wanted((0,), gradients=True))), CHUNK)
     phase = plan.phases[-1]
     loop = phase.loops[CHUNK]
     product = max((step for step in loop.steps if step.kind is Kind.ADD_PRODUCT), key=lambda step: step.places)
