@@ -15,6 +15,8 @@ import koila
 from koila.analysis.program import Program, program_of
 from koila.analysis.split import Facts
 from koila.execution.offload import offload_in
+from koila.execution.results import inputs_of
+from koila.execution.seeds import seed_for
 from koila.execution.split_run import CompiledPlan, run_chunked
 from koila.ir.graph import Graph
 from koila.ir.job import Demand, Wanted
@@ -107,7 +109,9 @@ class Traced:
 
     def run(self, plan: Plan) -> tuple[list[torch.Tensor | None], int]:
         """Results and the measured peak."""
-        inputs = [self.graph.leaves[each.index].detach() for each in self.program.joint.inputs]
+        roots = [self.graph.outputs[root] for root in self.program.demand.roots]
+        seeds = [seed_for(root.prepass, None) for root in roots]
+        inputs = inputs_of(self.program.joint, self.graph, seeds)
         compiled = CompiledPlan(plan)
         with StorageTracker() as tracker:
             results = run_chunked(compiled, self.graph, inputs)

@@ -95,8 +95,8 @@ def finishes(task: Task, scope: dict[str, int], mode: RunsOut) -> bool:
     try:
         with koila.budget(**scope), mode:
             loss.backward()
-    except (RuntimeError, torch.OutOfMemoryError) as error:
-        assert "memory" in str(error)
+    except koila.BudgetError as error:
+        assert "memory ran out" in str(error)
         assert_unchanged(task.model, before, f"after {error}")
         return False
     return True
@@ -118,13 +118,14 @@ def test_one_allocation_that_fails(name: str, how: str) -> None:
     expected, finished = eager_state(name), 0
     places = random.Random(f"{name} {how}").sample(range(seen.count), PLACES_PER_SETUP)
     for number, place in enumerate(sorted(places)):
+        if how == "nothing":
+            forget_decisions()  # The next run is unsplit again, and fails in its forward or in its backward pass.
         if finishes(task, scope, RunsOut(place, kind=number % 2)):
             finished += 1
             where = f"{name}, {how}, storage {place} of {seen.count}"
             assert_eager(task, expected, exact=False, where=where)
             assert koila.last_report().retries == koila.metrics.counter_value("retries") == 1, where
-    # An unsplit run has an autograd graph and no second chance in its backward pass.
-    assert finished >= (0.3 if how == "nothing" else 0.9) * PLACES_PER_SETUP
+    assert finished >= 0.9 * PLACES_PER_SETUP
 
 
 @pytest.mark.parametrize(("name", "how"), [setup for setup in SETUPS if setup != ("cnn", "chunks")])

@@ -27,6 +27,7 @@ NAMES = [
     "metrics",
     "plan",
     "progress",
+    "reports",
     "rule",
     "run",
     "settle",

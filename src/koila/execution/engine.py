@@ -21,7 +21,7 @@ from koila.execution.evaluation import awaited
 from koila.execution.frames import few_frames
 from koila.execution.history import history_of
 from koila.execution.jobs import Pending, Task, accumulating, held_bytes, task_for
-from koila.execution.out_of_memory import note_failure, run_until_it_fits
+from koila.execution.out_of_memory import note_failure, retried_once, run_until_it_fits
 from koila.execution.results import run_split, stream_split
 from koila.execution.seeds import Given, given_seeds, seeds_of
 from koila.execution.steps import Step, remember, step, was_bound_last
@@ -60,7 +60,7 @@ class Engine:
 
     def _given_seeds(self, request: BackwardRequest, involved: Sequence[Value]) -> Given:
         try:
-            return given_seeds(request)
+            return retried_once(lambda: given_seeds(request), "the seed of a backward pass was made")
         except BaseException:
             give_up(collect(involved, self._recorder.effects).nodes)
             raise

@@ -18,6 +18,7 @@ from koila._budget import Budget
 from koila._bytes import format_bytes
 from koila.errors import BudgetError
 from koila.events import Wait
+from koila.execution.steps import memory_ran_out
 from koila.ir.job import Job
 from koila.ir.source import user_site
 from koila.planning.decide import Decision, decide, decision_for, put_in_force
@@ -50,7 +51,8 @@ def run_until_it_fits(
     Raises:
         BudgetError: Memory ran out with every decision that was tried.
     """
-    decision = _decided(job)
+    # Planning needs memory itself.
+    decision = retried_once(lambda: decision_for(job), f"a program of {len(job.graph.nodes)} calls was planned")
     wait = Wait("memory ran out; trying smaller plans")
     try:
         for number, following in enumerate(_attempts(job, decision)):
@@ -75,11 +77,15 @@ def run_until_it_fits(
     raise _exhausted(job, decision)
 
 
-def _decided(job: Job) -> Decision:
-    """The decision in force; planning needs memory itself, and may run out of it once."""
+def retried_once(act: Callable[[], T], what: str) -> T:
+    """Do something that needs a little memory; if it runs out, once more after giving back what can be given back.
+
+    Raises:
+        BudgetError: It ran out again.
+    """
     for is_last in (False, True):
         try:
-            return decision_for(job)
+            return act()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -87,7 +93,7 @@ def _decided(job: Job) -> Decision:
             if is_last:
                 break
     raise BudgetError(
-        f"memory ran out while a program of {len(job.graph.nodes)} calls was planned; nothing was run",
+        f"memory ran out while {what}; nothing was run",
         where=f"asked for at {user_site()}",
         hint="free memory before the run",
     )
@@ -134,6 +140,7 @@ def _is_smaller(found: Decision, than: Decision) -> bool:
 def note_failure(error: Exception) -> None:
     """Give back what can be given back, and say so (Rule 6)."""
     events.count("retries", site=user_site())
+    memory_ran_out()
     error.__traceback__ = None  # Its frames hold the tensors of the run that failed.
     give_back()
 

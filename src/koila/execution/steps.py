@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -28,7 +29,8 @@ class Step:
         self.traced, self.planned = events.spent_seconds("trace_seconds"), events.spent_seconds("plan_seconds")
         self.decision: Decision | None = None
         self.phase_seconds: tuple[float, ...] = ()
-        self.num_tries = 0
+        self.num_failures = 0
+        """How often memory ran out."""
         self.fallbacks: list[str] = []
         self.num_calls = 0
         self.continues = self.follows = False
@@ -38,7 +40,6 @@ class Step:
     def tries(self, decision: Decision) -> None:
         """A decision is tried."""
         self.decision, self.is_empty = decision, False
-        self.num_tries += 1
         if decision.fallback is not None:
             self.fallbacks.append(decision.fallback)
 
@@ -47,14 +48,14 @@ class Step:
         return events.StepEnd(
             self.decision, time.perf_counter() - self.started, events.spent_seconds("trace_seconds") - self.traced,
             events.spent_seconds("plan_seconds") - self.planned, self.phase_seconds, measured_bytes,
-            max(0, self.num_tries - 1), tuple(self.fallbacks), self.num_calls, self.continues, self.follows, scopes,
+            self.num_failures, tuple(self.fallbacks), self.num_calls, self.continues, self.follows, scopes,
         )  # fmt: skip
 
 
 class _Last(threading.local):
     def __init__(self) -> None:
-        self.values: set[int] = set()
-        """The values that the last step of this thread bound, by identity."""
+        self.values: weakref.WeakSet[Value] = weakref.WeakSet()
+        """The values that the last step of this thread bound."""
 
 
 _last = _Last()
@@ -82,6 +83,13 @@ def step() -> Iterator[Step]:
             events.emit(found.end(measured, scopes))
 
 
+def memory_ran_out() -> None:
+    """Memory ran out in the step that goes on."""
+    found = _steps.innermost
+    if found is not None:
+        found.num_failures += 1
+
+
 @contextmanager
 def measuring(scope: Any) -> Iterator[None]:
     """A scope in which every step of this thread is measured; the steps' events name it."""
@@ -91,12 +99,12 @@ def measuring(scope: Any) -> Iterator[None]:
 
 def remember(values: Iterable[Value]) -> None:
     """These values were bound by the step that goes on."""
-    _last.values = {id(value) for value in values}
+    _last.values = weakref.WeakSet(values)
 
 
 def was_bound_last(values: Iterable[Value]) -> bool:
     """Whether one of the values was bound by the step before."""
-    return any(id(value) in _last.values for value in values)
+    return bool(_last.values) and any(value in _last.values for value in values)
 
 
 def _learn(step: Step, measured_bytes: int | None) -> None:
