@@ -265,6 +265,17 @@ def test_a_refusal_of_the_plan_is_the_refusal_of_the_run() -> None:
     assert planned.value.needed_bytes == run.value.needed_bytes
 
 
+@pytest.mark.parametrize("scope", [{"allowed": "1GiB"}, {"chunk_size": 2}])
+def test_a_program_with_a_hook_is_planned_as_it_runs(scope: dict[str, Any]) -> None:
+    w = torch.randn(4, 4, requires_grad=True)
+    hidden = koila.lazy(torch.randn(8, 4)) @ w
+    hidden.register_hook(lambda gradient: None)
+    with koila.budget(**scope):
+        planned = koila.plan(hidden.sum(), backward=True)
+        hidden.sum().backward()
+    assert planned.how == koila.last_report().how == "whole"
+
+
 # Accepted stays accepted.
 
 

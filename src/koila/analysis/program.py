@@ -31,7 +31,15 @@ class NotSplittable(Exception):
         """Whether that is so for good: an error while tracing or planning may be of the moment."""
 
 
-_joints: Cache[Joint | str] = Cache("trace_cache", 256)
+MAX_NODES = 100_000
+"""Joint graphs are kept as long as they have fewer nodes in all; a node takes about two KiB."""
+
+
+def _num_nodes(found: Joint | str) -> int:
+    return 1 if isinstance(found, str) else len(found.module.graph.nodes)
+
+
+_joints: Cache[Joint | str] = Cache("trace_cache", MAX_NODES, _num_nodes)
 """By program its joint graph, or why it has none."""
 _tries: Cache[int] = Cache("trace_tries", 256)
 """How often a program could not be traced."""

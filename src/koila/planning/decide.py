@@ -226,7 +226,15 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
 # The decisions in force.
 
 
-_decisions: Cache[Decision] = Cache("decision_cache", 512)
+MAX_ITEMS = 200_000
+"""Decisions are kept as long as their plans have fewer items in all."""
+
+
+def _num_items(decision: Decision) -> int:
+    return 1 if decision.plan is None else len(decision.plan.facts.items)
+
+
+_decisions: Cache[Decision] = Cache("decision_cache", MAX_ITEMS, _num_items)
 _forced: Cache[Decision] = Cache("forced_decisions", 256)
 """Decisions that replaced one that ran out of memory."""
 _tries: Cache[int] = Cache("decision_tries", 256)

@@ -69,13 +69,6 @@ def test_statistics_of_two_modules_in_two_threads(often: None) -> None:
     assert torch.equal(statistics(koila.lazy), statistics(lambda x: x))
 
 
-shared_notes = pytest.mark.xfail(
-    strict=False,
-    reason="the engine decides by notes that all threads share; passes when a run is decided by its Decision",
-)
-
-
-@shared_notes
 def test_budgets_of_two_threads(often: None) -> None:
     weight = torch.randn(16, 16, dtype=torch.float64)
 
@@ -89,7 +82,6 @@ def test_budgets_of_two_threads(often: None) -> None:
     together(*[lambda size=size: work(size) for size in (None, 2, None, 2)])
 
 
-@shared_notes
 def test_new_programs_in_one_thread_while_another_repeats_its_own(often: None) -> None:
     weight = torch.randn(16, 16, dtype=torch.float64)
     stop = threading.Event()
@@ -113,9 +105,6 @@ def test_new_programs_in_one_thread_while_another_repeats_its_own(often: None) -
     together(new_programs, the_same)
 
 
-@pytest.mark.xfail(
-    strict=False, reason="traces are not serialised yet: analysis/trace.py needs one lock for all threads"
-)
 def test_tracing_in_two_threads_leaves_nothing_behind(often: None) -> None:
     def work(start: int) -> None:
         for size in range(start, start + 10, 2):
