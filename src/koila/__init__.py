@@ -10,6 +10,7 @@ is drawn in `koila.errors`. The parts that koila is made of stand in `koila.part
 give them; some are attributes here as well, for `isinstance` and for annotations.
 """
 
+from koila import _torch as _torch
 from koila import errors
 from koila._api import eager, explain, graph, keep, last_report, lazy, plan, reports, rule, run, settle, stream
 from koila._budget import budget

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from koila._torch import OpOverload
 from koila.analysis.types import Sliced, SplitType
 
 

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from torch._ops import OpOverload
-
+from koila._torch import OpOverload, schema_of
 from koila.analysis.rules import RULES, rule_for
 from koila.analysis.rules._rows import letters
 from koila.errors import AnalysisError
@@ -20,7 +19,7 @@ def add_rule(target: OpOverload, dimensions: str) -> None:
             hint='koila.rule(torch.ops.my_library.my_operator.default, "x=b_ -> b_")',
         )
     named = {word.partition("=")[0] for word in dimensions.partition("->")[0].split()}
-    known = {argument.name for argument in target._schema.arguments}
+    known = {argument.name for argument in schema_of(target).arguments}
     if "->" not in dimensions or not named <= known:
         raise AnalysisError(
             f"cannot read the rule {dimensions!r}: {target} has the arguments {', '.join(sorted(known))}",

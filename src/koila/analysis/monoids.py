@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from koila._torch import is_autograd_view
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 State = tuple[int, torch.Tensor, torch.Tensor]
 """A count and two tensors."""
@@ -31,7 +33,7 @@ def owned(piece: torch.Tensor) -> torch.Tensor:
     if piece.dtype in HALVES:
         return piece.float()
     num_bytes, storage_bytes = piece.numel() * piece.element_size(), piece.untyped_storage().nbytes()
-    if can_own(piece.dtype, piece._is_view(), num_bytes, storage_bytes):
+    if can_own(piece.dtype, is_autograd_view(piece), num_bytes, storage_bytes):
         return piece
     return piece.clone(memory_format=torch.contiguous_format)
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from koila import events
+from koila._torch import OpOverload, schema_of
 from koila.analysis.chunk_rule import Call, ChunkRule, Operand
 from koila.analysis.rules import rule_for
 from koila.analysis.trace import Input, Joint
@@ -169,7 +170,7 @@ class _Typing:
         return Item("part", node, kind, (source,), index=index, phase=source.phase)
 
     def _ruling(self, node: fx.Node) -> ChunkRule | None:
-        rule = rule_for(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+        rule = rule_for(node.target) if isinstance(node.target, OpOverload) else None
         call = None if rule is None else describe_call(node, lambda n: self.items[n].type, self.num_samples)
         if call is None or rule is None:
             return None
@@ -271,8 +272,8 @@ def describe_call(node: fx.Node, type_of: Callable[[fx.Node], Any], num_samples:
 
 def arguments_by_name(node: fx.Node) -> dict[str, Any]:
     """All arguments of an operator's schema by name, defaults filled in."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
+    assert isinstance(node.target, OpOverload)
+    schema = schema_of(node.target).arguments
     found = {argument.name: argument.default_value if argument.has_default_value() else None for argument in schema}
     found.update(zip((argument.name for argument in schema), node.args, strict=False))
     found.update(node.kwargs)
@@ -280,7 +281,7 @@ def arguments_by_name(node: fx.Node) -> dict[str, Any]:
 
 
 def _node_leaves(node: fx.Node) -> list[fx.Node]:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         arguments: Any = tuple(arguments_by_name(node).values())
     else:
         arguments = (node.args, node.kwargs)

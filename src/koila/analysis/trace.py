@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from koila import events
+from koila._torch import FakeTensorMode, OpOverload, get_proxy_mode, graph_root, make_fx, schema_of
 from koila.analysis.decompositions import decompositions
 from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
@@ -196,16 +195,16 @@ class _Tagger:
         mode = get_proxy_mode()
         assert mode is not None
         self._graph = mode.tracer.graph
-        self._last = self._graph._root.prev
+        self._last = graph_root(self._graph).prev
 
     def tag(self, number: int | None) -> None:
         """Whatever was traced since the last call belongs to recorded call `number`."""
         node = self._last.next
-        while node is not self._graph._root:
+        while node is not graph_root(self._graph):
             if number is not None:
                 node.meta["recorded"] = number
             node = node.next
-        self._last = self._graph._root.prev
+        self._last = graph_root(self._graph).prev
 
 
 class _Retrace(fx.Interpreter):
@@ -231,7 +230,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
     fakes = [_fake(mode, prepass) for _, prepass in pairs]
     program = _Program(graph, demand, inputs, written)
     with torch.enable_grad(), mode:
-        module = make_fx(program, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
+        module = make_fx(program, table)(*fakes)
     if any(_is_mutable(node) for node in module.graph.nodes):
         module = _functionalise(module, fakes, mode, table)
     _simplify(module)
@@ -246,18 +245,14 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
 
 
 def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def _functionalise(
     module: fx.GraphModule, fakes: Sequence[torch.Tensor], mode: FakeTensorMode, table: dict[Any, Any]
 ) -> fx.GraphModule:
     with torch.no_grad(), mode:
-        again = make_fx(
-            torch.func.functionalize(_Retrace(module).run, remove="mutations"),
-            decomposition_table=table,
-            _allow_non_fake_inputs=True,
-        )(*fakes)
+        again = make_fx(torch.func.functionalize(_Retrace(module).run, remove="mutations"), table)(*fakes)
     for node in reversed(again.graph.nodes):
         # The write-back to an input: the run returns the new value and commits it later (Rule 4).
         if node.target is aten.copy_.default and node.args[0].op == "placeholder":

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from koila._torch import OpOverload
 from koila.analysis.chunk_rule import ChunkRule
 from koila.analysis.rules.view import factored
 from koila.analysis.types import Sliced
@@ -61,7 +62,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def operand_types(node: fx.Node, kind: Sliced, num_samples: int) -> Plan | None:
     """How a chunk of a whole node's result is made from its operands, each by a type or None for the whole of it."""
     target, operands = node.target, _operands(node)
-    if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
+    if not isinstance(target, OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
     if kind.dim >= len(_shape(node)) or _shape(node)[kind.dim] != kind.extent(num_samples):
         return None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from koila import events
+from koila._torch import without_torch_function
 from koila.capture.bridge import Bridge
 from koila.capture.lazy import LazyTensor
 from koila.capture.record import input_value, lazy_forward
@@ -51,7 +52,7 @@ class EagerTensor(torch.Tensor):
 
     def run(self) -> torch.Tensor:
         """The real tensor itself."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return self.as_subclass(torch.Tensor)
 
     @property
@@ -74,7 +75,7 @@ def _log_bytes(args: Any, kwargs: Any) -> float:
 
 def _is_large(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the call allocates at least `EagerTensor.large_bytes`."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         if _log_bytes(args, kwargs) < log2(EagerTensor.large_bytes):
             return False
     scan, cacheable = scan_call(func, args, kwargs)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from koila import events
+from koila._torch import autograd_again, make_wrapper
 from koila.capture.bridge import Bridge
 from koila.capture.carried import run_carried
 from koila.capture.lookup import implementation, lookup_method
@@ -56,7 +57,7 @@ class LazyTensor(torch.Tensor):
     def _wrap(value: Value) -> LazyTensor:
         prepass = value.prepass
         # Autograd in C++ must not build a graph on the wrapper: requires_grad is answered below.
-        wrapper = torch.Tensor._make_wrapper_subclass(
+        wrapper = make_wrapper(
             LazyTensor,
             prepass.shape,
             strides=prepass.stride,
@@ -79,10 +80,7 @@ class LazyTensor(torch.Tensor):
         swap = lambda leaf: realize(leaf._value, f"unrecorded {func}") if type(leaf) is LazyTensor else leaf  # noqa: E731
         real_args, real_kwargs = map_leaves(args, swap), map_leaves(kwargs or {}, swap)
         # Below autograd here: put it back, so that the result has the gradient of the real operands.
-        autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
-        include = torch._C._dispatch_tls_local_include_set()
-        exclude = torch._C._dispatch_tls_local_exclude_set() - autograd - _ADINPLACE
-        with torch._C._ForceDispatchKeyGuard(include, exclude):
+        with autograd_again():
             return func(*real_args, **real_kwargs)
 
     # What can be asked without data.
@@ -228,9 +226,6 @@ class LazyTensor(torch.Tensor):
         value = input_value(real.__deepcopy__(memo), self._value.batch, budget_of([self._value]))
         copy = memo[id(self)] = LazyTensor._wrap(value)
         return copy
-
-
-_ADINPLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def real_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,14 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from koila._torch import (
+    TYPED_STORAGE,
+    VERSION_GETTER,
+    without_torch_function,
+    wrapper_size,
+    wrapper_stride,
+    write_count,
+)
 from koila.capture.bridge import Bridge
 from koila.capture.record import lazy_forward, realize, record
 from koila.capture.scan import scan_call
@@ -57,8 +65,8 @@ def _metadata(method: Handler) -> Handler:
 
     def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
         prepass = self._value.prepass
-        with torch._C.DisableTorchFunctionSubclass():
-            if torch._C.TensorBase.size(self) == prepass.shape and torch._C.TensorBase.stride(self) == prepass.stride:
+        with without_torch_function():
+            if wrapper_size(self) == prepass.shape and wrapper_stride(self) == prepass.stride:
                 return method(self, *args, **kwargs)
         return lazy_forward(method, self, *args, **kwargs)
 
@@ -187,7 +195,7 @@ def _iterate(self: Any) -> Any:
 
 
 def _version(self: Any) -> int:
-    return len(self._value.storage.writers) + (0 if self._value.real is None else self._value.real._version)
+    return len(self._value.storage.writers) + (0 if self._value.real is None else write_count(self._value.real))
 
 
 def _format(self: Any, spec: str) -> str:
@@ -201,7 +209,7 @@ def _hash(self: Any) -> int:
 _FORCING = (
     "item", "tolist", "numpy", "data_ptr", "untyped_storage", "storage", "__bool__", "__int__", "__float__",
     "__index__", "__complex__", "__reduce_ex__", "share_memory_", "is_shared", "__array__", "__dlpack__",
-    "__dlpack_device__", "_typed_storage", "is_pinned", "const_data_ptr",
+    "__dlpack_device__", TYPED_STORAGE, "is_pinned", "const_data_ptr",
 )  # fmt: skip
 _REASONS = {"__reduce_ex__": "pickle", "__dlpack_device__": "__dlpack__"}
 """What asked for the data, where the method has another name."""
@@ -222,7 +230,7 @@ def _table() -> dict[Any, Handler]:
         _T.retain_grad: _on_graph(_T.retain_grad),
         _T.requires_grad_: _requires_grad_,
         _T.grad_fn.__get__: _grad_fn,  # type: ignore[union-attr]
-        _T._version.__get__: _version,  # type: ignore[attr-defined]
+        VERSION_GETTER: _version,
         _T.__iter__: _iterate,
         _T.__format__: _format,
         _T.__hash__: _hash,

@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch.nn.parallel import distributed
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from koila._torch import FIND_TENSORS
 from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
 from koila.capture.record import lazy_forward, realize
@@ -112,7 +113,7 @@ def _patch_ddp() -> None:
     """With `find_unused_parameters`, DDP follows `grad_fn` from its outputs: they must be real by then."""
     if not torch.distributed.is_available():
         return
-    original = distributed._find_tensors
+    original = getattr(distributed, FIND_TENSORS)
 
     @wraps(original)
     def find_tensors(found: Any) -> Any:
@@ -120,7 +121,7 @@ def _patch_ddp() -> None:
             return [realize(found._value, "DistributedDataParallel")]
         return original(found)
 
-    distributed._find_tensors = find_tensors
+    setattr(distributed, FIND_TENSORS, find_tensors)
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:

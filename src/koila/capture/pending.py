@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from koila._torch import storage_key
 from koila.ir.node import Node, Storage, Value
 from koila.ir.trie import TrieCache
 
@@ -132,7 +133,7 @@ class Recorder:
         storages = self.place.real_storages
         if not register and not storages:
             return None
-        key = operand.untyped_storage()._cdata if operand.layout == torch.strided else id(operand)
+        key = storage_key(operand.untyped_storage()) if operand.layout == torch.strided else id(operand)
         found = storages.get(key)
         if found is None and register:
             found = storages[key] = Storage(real=True)

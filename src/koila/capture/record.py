@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from koila import events
+from koila._torch import storage_key
 from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
 from koila.capture.scan import Scan, scan_call, shape_key, trie_key
@@ -94,7 +95,7 @@ def _run_readers(written: list[Value | torch.Tensor]) -> None:
 def _place_of(operand: Value | torch.Tensor) -> int | None:
     """The address of a real operand's storage."""
     real = operand.real if isinstance(operand, Value) else operand
-    return None if real is None or real.layout != torch.strided else real.untyped_storage()._cdata
+    return None if real is None or real.layout != torch.strided else storage_key(real.untyped_storage())
 
 
 def _is_seen(operand: Value | torch.Tensor) -> bool:

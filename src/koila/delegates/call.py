@@ -15,21 +15,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._higher_order_ops
-import torch.utils._pytree as pytree
-from torch._C import DispatchKey
-from torch._C._functorch import TransformType
-from torch._higher_order_ops.utils import register_fake
-from torch._ops import HigherOrderOperator, _higher_order_ops
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import (
+
+from koila._torch import FakeTensor, get_proxy_mode
+from koila._torch.delegates import (
+    DispatchKey,
+    HigherOrderOperator,
     ProxyTorchDispatchMode,
+    TransformType,
+    below_autograd,
+    current_mode,
     disable_proxy_modes_tracing,
-    get_proxy_mode,
+    dispatch_keys,
+    higher_order_operators,
+    pytree,
+    register_fake,
     track_tensor_tree,
 )
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-
 from koila.delegates.gradient import Surroundings
 from koila.delegates.original import without_aliases
 from koila.errors import DelegateError
@@ -51,9 +52,9 @@ class CallDelegate(HigherOrderOperator):
     """``call_delegate(lowered_module, *inputs)``: the results of the lowered module on its inputs."""
 
     def __init__(self) -> None:
-        native = _higher_order_ops[OPERATOR_NAME]
+        native = higher_order_operators[OPERATOR_NAME]
         super().__init__(OPERATOR_NAME)
-        _higher_order_ops[OPERATOR_NAME] = native
+        higher_order_operators[OPERATOR_NAME] = native
         self.__module__ = __name__
 
     def __call__(self, lowered_module: Any, /, *args: Any) -> Any:
@@ -67,7 +68,7 @@ class CallDelegate(HigherOrderOperator):
 
     def dispatch(self, /, dispatch_key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         """Let modes that know nothing of delegates (counters, memory trackers) see the operators inside."""
-        mode = _get_current_dispatch_mode() if dispatch_key == DispatchKey.Python else None
+        mode = current_mode() if dispatch_key == DispatchKey.Python else None
         if mode is None or type(mode) in self.python_key_table or mode.supports_higher_order_operators:
             return super().dispatch(dispatch_key, *args, **kwargs)
         return call_delegate_cpu(*args, **kwargs)
@@ -75,7 +76,7 @@ class CallDelegate(HigherOrderOperator):
     def _get_overloaded_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         # PyTorch looks one list deep only; arguments here may be nested further.
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
-        return tuple(t for t in leaves if isinstance(t, torch.Tensor) and torch._C._dispatch_keys(t).has("Python"))
+        return tuple(t for t in leaves if isinstance(t, torch.Tensor) and dispatch_keys(t).has("Python"))
 
 
 call_delegate = CallDelegate()
@@ -149,7 +150,7 @@ class DelegateFunction(torch.autograd.Function):
         args = pytree.tree_unflatten(leaves, spec)
         is_fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
         ctx.surroundings = Surroundings.capture(args, lowered_module.is_random and not is_fake)
-        with ctx.surroundings.autocast(), torch._C._AutoDispatchBelowAutograd():
+        with ctx.surroundings.autocast(), below_autograd():
             outputs, out_spec = pytree.tree_flatten(call_delegate(lowered_module, *args))
         out_specs.append(out_spec)
         ctx.lowered_module, ctx.spec = lowered_module, spec
@@ -186,7 +187,7 @@ def call_delegate_autograd(lowered_module: Any, *args: Any) -> Any:
     leaves, spec = pytree.tree_flatten(args)
     needs_graph = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
     if not (needs_graph and torch.is_grad_enabled()):
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return call_delegate(lowered_module, *args)
     out_specs: list[pytree.TreeSpec] = []
     outputs = DelegateFunction.apply(lowered_module, spec, out_specs, *leaves)

@@ -12,13 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch._guards import detect_fake_mode
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from koila._torch import FakeTensorMode, OpOverload, TorchDispatchMode, schema_of, write_count
+from koila._torch.delegates import ShapeEnv, detect_fake_mode, pytree
 from koila.errors import DelegateError
 
 __all__ = ["describe", "draws_random_numbers", "is_random", "mutates"]
@@ -51,7 +47,7 @@ def draws_random_numbers(function: Callable[..., Any], inputs: Sequence[Any]) ->
     mode = detect_fake_mode(inputs) or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(inputs))
     tensors = [leaf for leaf in pytree.tree_leaves(fakes) if isinstance(leaf, torch.Tensor)]
-    versions = [tensor._version for tensor in tensors]
+    versions = [write_count(tensor) for tensor in tensors]
     observer = _Observer()
     try:
         with torch.no_grad(), mode, observer:
@@ -60,7 +56,7 @@ def draws_random_numbers(function: Callable[..., Any], inputs: Sequence[Any]) ->
         raise
     except Exception as error:
         raise DelegateError(f"the graph cannot run over fake tensors: {type(error).__name__}: {error}") from error
-    changed = [index for index, tensor in enumerate(tensors) if tensor._version != versions[index]]
+    changed = [index for index, tensor in enumerate(tensors) if write_count(tensor) != versions[index]]
     if changed:
         raise _mutation(f"the graph changes its tensor input {changed[0]} (state counts first)")
     return observer.saw_random
@@ -77,7 +73,7 @@ def mutates(node: torch.fx.Node) -> bool:
     if node.op == "call_method":
         return bool(re.fullmatch(r"\w*[a-z0-9]_|__setitem__|__i[a-z]+__", str(target)))
     if isinstance(target, OpOverload):
-        return target._schema.is_mutable or _updates_statistics(target, node.args)
+        return schema_of(target).is_mutable or _updates_statistics(target, node.args)
     return target in IN_PLACE_FUNCTIONS or bool(node.kwargs.get("inplace", False))
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
+
+from koila._torch.delegates import pytree
 
 __all__ = ["Surroundings", "recompute_gradients"]
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from koila._torch import FakeTensor
+from koila._torch.delegates import current_mode, pytree
 from koila.delegates.call import call_delegate
 from koila.delegates.gradient import recompute_gradients
 from koila.delegates.original import Lifted, OriginalModule
@@ -112,7 +111,7 @@ class LoweredBackendModule(torch.nn.Module):
         mode (a trace, a counter) goes through the original graph.
         """
         backend = get_backend(self.backend_id)
-        is_watched = torch.is_grad_enabled() or _get_current_dispatch_mode() is not None or _has_fakes(inputs)
+        is_watched = torch.is_grad_enabled() or current_mode() is not None or _has_fakes(inputs)
         if isinstance(backend, DifferentiableBackend) and not is_watched:
             return backend.backward(self.processed, inputs, grad_outputs, wanted)
         return recompute_gradients(self.original_module.module(), inputs, grad_outputs, wanted)

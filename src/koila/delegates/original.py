@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx.graph import CodeGen, _PyTreeCodeGen
+from torch.fx.graph import CodeGen
 
+from koila._torch import storage_key
+from koila._torch.delegates import PyTreeCodeGen, codegen_of, has_storage, pytree
 from koila.errors import DelegateError
 
 __all__ = ["Lifted", "OriginalModule", "lift", "without_aliases"]
@@ -139,15 +140,15 @@ def lift(module: torch.fx.GraphModule | torch.export.ExportedProgram) -> Lifted:
 
 
 def _lift_graph_module(module: torch.fx.GraphModule) -> Lifted:
-    codegen = module.graph._codegen
-    if type(codegen) not in (CodeGen, _PyTreeCodeGen):
+    codegen = codegen_of(module.graph)
+    if type(codegen) not in (CodeGen, PyTreeCodeGen):
         raise DelegateError(
             f"cannot lower a graph module with {type(codegen).__name__}", hint="trace it with make_fx first"
         )
-    out_spec = codegen.pytree_info.out_spec if isinstance(codegen, _PyTreeCodeGen) else None
+    out_spec = codegen.pytree_info.out_spec if isinstance(codegen, PyTreeCodeGen) else None
     lifter = _Lifter(module)
     graph = lifter.run()
-    return Lifted(torch.fx.GraphModule(module, graph), lifter.state, isinstance(codegen, _PyTreeCodeGen), out_spec)
+    return Lifted(torch.fx.GraphModule(module, graph), lifter.state, isinstance(codegen, PyTreeCodeGen), out_spec)
 
 
 def call_with_state(
@@ -253,6 +254,6 @@ def _require_pure(program: torch.export.ExportedProgram) -> None:
 
 
 def _storage(value: Any) -> int | None:
-    if isinstance(value, torch.Tensor) and torch._C._has_storage(value):
-        return value.untyped_storage()._cdata
+    if isinstance(value, torch.Tensor) and has_storage(value):
+        return storage_key(value.untyped_storage())
     return None

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
-from torch._ops import OpOverload
-from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
-from torch.fx.passes.operator_support import OperatorSupportBase
 
+from koila._torch import OpOverload
+from koila._torch.delegates import CapabilityBasedPartitioner, OperatorSupportBase
 from koila.delegates.call import OPERATOR_NAME, call_delegate, get_lowered_module_name
 from koila.delegates.contract import describe, is_random, mutates
 from koila.delegates.lowered import LoweredBackendModule

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from koila import events
+from koila._torch import storage_key
 from koila.errors import StaleInputError
 from koila.execution.evaluation import connected_leaves
 from koila.execution.history import history_of
@@ -82,8 +83,8 @@ def _rerun(
 
 def _fresh(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """A result that is not an input of the program itself: autograd's node must own its outputs."""
-    storage = value.untyped_storage()._cdata
-    return value.clone() if any(leaf.untyped_storage()._cdata == storage for leaf in leaves) else value
+    storage = storage_key(value.untyped_storage())
+    return value.clone() if any(storage_key(leaf.untyped_storage()) == storage for leaf in leaves) else value
 
 
 def _own_graph(graph: Graph, group: tuple[int, ...]) -> Graph:

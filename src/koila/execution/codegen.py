@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-import torch
-
+from koila._torch import OpOverload
 from koila.analysis.split import Item
 from koila.analysis.trace import Slot, SlotArgument
 from koila.execution.kernels import add_product, kernel_of
@@ -103,7 +102,7 @@ class _Writer:
         return f"{self._constant(target)}({', '.join(arguments)})"
 
     def _count(self, target: Any) -> None:
-        if isinstance(target, torch._ops.OpOverload):
+        if isinstance(target, OpOverload):
             self.executed[str(target)] += 1
 
     def _slot(self, slot: Slot) -> int:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
+from koila._torch import preserve_version
 from koila.capture.lookup import BackwardRequest
 from koila.errors import BudgetError
 from koila.ir.graph import Graph

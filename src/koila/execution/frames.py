@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from koila._torch import CONTEXT_MODULE
+
 VARIABLE = "KOILA_TRACEBACK"
 NUM_FRAMES = 12
 """So many frames are kept at most, the innermost ones."""
@@ -42,4 +44,4 @@ def trimmed(traceback: TracebackType | None) -> TracebackType | None:
 
 def _is_own(traceback: TracebackType) -> bool:
     name = str(traceback.tb_frame.f_globals.get("__name__", ""))
-    return name.split(".")[0] == "koila" or name in ("contextlib", "torch.utils._contextlib")
+    return name.split(".")[0] == "koila" or name in ("contextlib", CONTEXT_MODULE)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from koila._torch import keeps_graph
 from koila.execution.history import BackwardHistory
 
 Gradients = list[torch.Tensor | None]
@@ -85,7 +86,7 @@ class Segment(torch.autograd.Function):
         _ = ctx.saved_tensors
         state: SegmentState = ctx.state
         found = state.gradients(gradients)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not keeps_graph():
             state.release()
         handed = (None, None, *found)
         found.clear()

@@ -14,8 +14,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from koila._torch import TorchDispatchMode, schema_of
 from koila.ir.prepass import Draw, PrePass, contiguous, prepass_of
 from koila.ir.tree import map_leaves
 
@@ -152,6 +152,6 @@ class Supply(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or func not in BY_LAYOUT:
             return func(*args, **(kwargs or {}))
         numbers = next(self._next)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             return args[0].copy_(numbers)
         return numbers.clone()

@@ -13,10 +13,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from koila._scopes import Scopes
+from koila._torch import (
+    FAKE_LOGGER,
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_autograd_view,
+    schema_of,
+    storage_key,
+    write_count,
+)
 from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
 from koila.ir.node import Value
@@ -66,8 +73,8 @@ class _Watch(TorchDispatchMode):
         # native_batch_norm updates its statistics although its schema does not say so.
         if func is aten.native_batch_norm.default and args[5]:
             self.hidden_writes += [_storage_id(stat) for stat in args[3:5] if stat is not None]
-        if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
+        if schema_of(func).is_mutable:
+            for argument, value in zip(schema_of(func).arguments, args, strict=False):
                 if isinstance(value, torch.Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
                     self.writes.add(_storage_id(value))
         return func(*args, **kwargs)
@@ -83,7 +90,7 @@ class _Watch(TorchDispatchMode):
 
 def _consumes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     """Operators tagged as random that are deterministic with these arguments (attention without dropout)."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     for name in ("dropout_p", "p", "dropout"):
         if name in names:
@@ -93,7 +100,7 @@ def _consumes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _state(fake: torch.Tensor) -> tuple[int, bool]:
     """What a write changes: data, or what autograd knows (`detach_`, `requires_grad_`)."""
-    return fake._version, fake.requires_grad
+    return write_count(fake), fake.requires_grad
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,11 +116,11 @@ def _is_heard(record: logging.LogRecord) -> bool:
 
 
 # Fake tensors log a traceback for every wrong shape; eager's own error follows anyway.
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_heard)
+logging.getLogger(FAKE_LOGGER).addFilter(_is_heard)
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+    return storage_key(tensor.untyped_storage()) if tensor.layout == torch.strided else id(tensor)
 
 
 def _fake(prepass: PrePass, is_leaf: bool) -> torch.Tensor:
@@ -182,7 +189,7 @@ def _describe(
             raise _NeedsData(f"layout {leaf.layout}")
         storage = _storage_id(leaf)
         same = next((index for index, fake in enumerate(fakes) if fake is leaf), None)
-        output = Output(prepass_of(leaf), same, storages.get(storage), earlier.get(storage), leaf._is_view())
+        output = Output(prepass_of(leaf), same, storages.get(storage), earlier.get(storage), is_autograd_view(leaf))
         earlier.setdefault(storage, len(outputs))
         outputs.append(output)
         return output

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from koila._torch import write_count
 from koila.ir.prepass import Inference, PrePass
 from koila.ir.source import Site
 
@@ -238,5 +239,5 @@ def version_of(operand: Value | torch.Tensor) -> tuple[int, int, bool] | None:
     tensor = operand.real if isinstance(operand, Value) else operand
     if tensor is None:
         return None
-    version = 0 if tensor.is_inference() else tensor._version
+    version = 0 if tensor.is_inference() else write_count(tensor)
     return version, tensor.data_ptr() if tensor.layout == torch.strided else 0, tensor.requires_grad

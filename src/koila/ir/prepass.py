@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from koila._torch import OpOverload
 
 _Key = tuple[Any, ...]
 

@@ -13,6 +13,17 @@ from typing import Any
 
 import torch
 
+from koila._torch import (
+    enable_flash,
+    enable_math,
+    enable_mem_efficient,
+    enable_mkldnn,
+    is_any_autocast_enabled,
+    is_flash_enabled,
+    is_math_enabled,
+    is_mem_efficient_enabled,
+    is_mkldnn_enabled,
+)
 from koila.ir.draws import Supply
 from koila.ir.node import Node, Value
 from koila.ir.tree import leaves, map_leaves
@@ -71,18 +82,18 @@ def _in_region() -> bool:
 
 def _kernels() -> tuple[bool, ...]:
     return (
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
+        is_mkldnn_enabled(),
+        is_flash_enabled(),
+        is_mem_efficient_enabled(),
+        is_math_enabled(),
     )
 
 
 def _allow_kernels(kernels: tuple[bool, ...]) -> None:
-    torch._C._set_mkldnn_enabled(kernels[0])
-    torch._C._set_sdp_use_flash(kernels[1])
-    torch._C._set_sdp_use_mem_efficient(kernels[2])
-    torch._C._set_sdp_use_math(kernels[3])
+    enable_mkldnn(kernels[0])
+    enable_flash(kernels[1])
+    enable_mem_efficient(kernels[2])
+    enable_math(kernels[3])
 
 
 _contexts: dict[tuple[Any, ...], Context] = {}
@@ -91,7 +102,7 @@ _contexts: dict[tuple[Any, ...], Context] = {}
 def current_context() -> Context:
     """The ambient state now; equal states are the same object."""
     autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         autocast = tuple(
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
             for kind in ("cpu", "cuda")

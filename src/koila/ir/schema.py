@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from torch._ops import OpOverload
+from koila._torch import OpOverload, schema_of
 
 
 def named_arguments(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,10 +33,10 @@ def given_arguments(target: OpOverload) -> tuple[tuple[str, str], ...]:
     >>> given_arguments(torch.ops.aten.mm.out) == given_arguments(torch.ops.aten.mm.default)
     True
     """
-    return tuple((each.name, str(each.type)) for each in target._schema.arguments if not each.is_out)
+    return tuple((each.name, str(each.type)) for each in schema_of(target).arguments if not each.is_out)
 
 
 @cache
 def _defaults(target: OpOverload) -> dict[str, Any]:
-    arguments = target._schema.arguments
+    arguments = schema_of(target).arguments
     return {each.name: each.default_value if each.has_default_value() else None for each in arguments}

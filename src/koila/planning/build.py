@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from koila._torch import OpOverload, without_modes
 from koila.analysis.monoids import can_own
 from koila.analysis.split import Item
 from koila.analysis.types import Sliced
@@ -78,7 +78,7 @@ class _Builder:
         for number, item in enumerate(dict.fromkeys(self._read_outside(run))):
             form = self.catalogue.whole_form(item)
             self.inputs[item] = _Value(number, form, storage_bytes(form), (False,) * len(forms_of(form)), True)
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             for item in run:
                 self.values[item] = value = self._item(item)
                 self._check(item, value.form)
@@ -218,7 +218,7 @@ def _step(
     operation: Operation, outcome: Outcome, value: _Value, operands: Sequence[_Value], recorded: int | None
 ) -> Step:
     target = operation.target
-    overload = isinstance(target, torch._ops.OpOverload)
+    overload = isinstance(target, OpOverload)
     filling = [None if operand.is_outside else operand.filling for operand in operands]
     return Step(
         value=value.number,

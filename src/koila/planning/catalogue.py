@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from koila._torch import OpOverload, schema_of
 from koila.analysis.monoids import HALVES, Sum
 from koila.analysis.split import Facts, Item, arguments_by_name
 from koila.analysis.types import Merged, Sliced
@@ -72,7 +73,7 @@ class Catalogue:
 
     def _whole_call(self, item: Item) -> Operation:
         node = item.node
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             args, kwargs = _numbered((node.args, dict(node.kwargs)))
             return Operation(node.target, tuple(args), kwargs)
         return _by_position(*as_reshape(node.target, self._named(node)))
@@ -113,11 +114,11 @@ def _numbered(tree: Any) -> Any:
 
 def _by_position(target: Any, arguments: dict[str, Any]) -> Operation:
     """Positional arguments as the schema has them; one that a rewrite left out makes the following ones keywords."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return Operation(target, (), arguments)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for place, argument in enumerate(target._schema.arguments):
+    for place, argument in enumerate(schema_of(target).arguments):
         if argument.name in arguments:
             if argument.kwarg_only or len(args) < place:
                 kwargs[argument.name] = arguments[argument.name]
@@ -138,7 +139,7 @@ def as_reshape(target: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, A
 
 def needs_contiguous(operand: Item, target: Any) -> bool:
     """Whether an operator is a kernel that was traced with this operand contiguous."""
-    if not isinstance(target, torch._ops.OpOverload) or target.is_view or torch.Tag.pointwise in target.tags:
+    if not isinstance(target, OpOverload) or target.is_view or torch.Tag.pointwise in target.tags:
         return False
     value = operand.node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.ndim < 2 or target is aten.reshape.default:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from koila._torch import OpOverload
 from koila.ir.tree import leaves, map_leaves
 from koila.planning.operation import slice_whole
 from koila.planning.rates import BYTES, CALL, FLOPS, FRESH, fresh_bytes
@@ -35,7 +36,7 @@ def node_seconds(node: fx.Node) -> float:
 
 def call_seconds(target: Any, args: Any, kwargs: Any, result: Any) -> float:
     """The expected time of one call."""
-    overload = isinstance(target, torch._ops.OpOverload)
+    overload = isinstance(target, OpOverload)
     if target is operator.getitem or (overload and target.is_view):
         return VIEW_SECONDS
     if target is slice_whole:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from koila._torch import SAVED_PREFIX, input_metadata, sequence_number, storage_key
+
 
 @dataclass(frozen=True, slots=True)
 class EagerHistory:
@@ -36,9 +38,9 @@ def eager_history(leaves: Iterable[torch.Tensor]) -> EagerHistory:
     if not made:
         return _NOTHING
     nodes = list(_history(leaf.grad_fn for leaf in made))
-    own = {node.variable.untyped_storage()._cdata for node in nodes if hasattr(node, "variable")}
+    own = {storage_key(node.variable.untyped_storage()) for node in nodes if hasattr(node, "variable")}
     held = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
         for tensor in (*made, *(saved for node in nodes for saved in _saved(node)))
         if tensor.layout == torch.strided and not (tensor.is_leaf and tensor.requires_grad)
     }
@@ -69,7 +71,7 @@ def _history(roots: Iterable[Any]) -> Iterator[Any]:
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
     for name in dir(node):
-        if name.startswith("_saved_"):
+        if name.startswith(SAVED_PREFIX):
             try:
                 value = getattr(node, name)
             except RuntimeError:  # It was freed by a backward pass.
@@ -80,7 +82,7 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
 
 def _gradient_bytes(node: Any) -> int:
     """Bytes of the gradients that a node receives."""
-    return sum(prod(each.shape) * each.dtype.itemsize for each in node._input_metadata if each is not None)
+    return sum(prod(each.shape) * each.dtype.itemsize for each in input_metadata(node) if each is not None)
 
 
 def _backward_bytes(roots: list[Any]) -> int:
@@ -89,7 +91,7 @@ def _backward_bytes(roots: list[Any]) -> int:
     A node needs as much beside as it receives: a product is made before it is summed to an operand's shape.
     """
     waiting: dict[Any, int] = dict.fromkeys(roots, 0)
-    queue = [(-root._sequence_nr(), number, root) for number, root in enumerate(waiting)]
+    queue = [(-sequence_number(root), number, root) for number, root in enumerate(waiting)]
     queue.sort()
     now = peak = 0
     while queue:
@@ -101,6 +103,6 @@ def _backward_bytes(roots: list[Any]) -> int:
                 waiting[each] = _gradient_bytes(each)
                 now += waiting[each]
                 if not hasattr(each, "variable"):  # The gradient of a parameter stays.
-                    heappush(queue, (-each._sequence_nr(), len(waiting), each))
+                    heappush(queue, (-sequence_number(each), len(waiting), each))
         now -= waiting[node]
     return peak

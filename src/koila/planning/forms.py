@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from koila._torch import negative_view
 from koila.ir.tree import map_leaves
 
 
@@ -56,7 +57,7 @@ class Form:
         """A tensor of this layout."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         made = made.conj() if self.is_conj else made
-        return torch._neg_view(made) if self.is_neg else made
+        return negative_view(made) if self.is_neg else made
 
 
 @lru_cache(4096)

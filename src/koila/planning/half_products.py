@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from koila._torch import onednn_has_bfloat16
 from koila.planning.workspace import HALF
 
 aten = torch.ops.aten
@@ -21,7 +22,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 
 @cache
 def _is_native() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return onednn_has_bfloat16()
 
 
 def runs_in_float32(target: Any, result: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from koila._torch import OpOverload, has_kernel, overload_name, schema_of
 from koila.planning.forms import Form
 from koila.planning.operation import Operation, Ref
 
@@ -56,34 +57,34 @@ def variant_of(target: Any) -> Variant | None:
         return Variant(_IN_PLACE[target], None)
     if target in _SOFTMAXES:
         return _with_out(target, [_SOFTMAXES[target]])
-    if not isinstance(target, torch._ops.OpOverload) or target in _NOT_IN_PLACE or target.is_view:
+    if not isinstance(target, OpOverload) or target in _NOT_IN_PLACE or target.is_view:
         return None
     if torch.Tag.pointwise not in target.tags:
         return None
     packet = getattr(aten, target.overloadpacket.__name__, None)
-    if packet is not target.overloadpacket or target._schema.is_mutable:
+    if packet is not target.overloadpacket or schema_of(target).is_mutable:
         return None
     found = _with_out(target, [getattr(packet, name) for name in packet.overloads()])
     return _in_place(target) if found is None else found
 
 
 def _arguments(target: Any) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in target._schema.arguments if not argument.is_out]
+    return [(argument.name, str(argument.type)) for argument in schema_of(target).arguments if not argument.is_out]
 
 
 def _with_out(target: Any, others: list[Any]) -> Variant | None:
     for other in others:
-        outs = [argument.name for argument in other._schema.arguments if argument.is_out]
+        outs = [argument.name for argument in schema_of(other).arguments if argument.is_out]
         if len(outs) == 1 and _arguments(other) == _arguments(target):
             # A kernel of its own: the forms that are made from others compute the result first, and copy it.
-            own = torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), "CPU")
+            own = has_kernel(other.name(), "CPU")
             return Variant(other, outs[0]) if own else None
     return None
 
 
 def _in_place(target: Any) -> Variant | None:
     packet = getattr(aten, f"{target.overloadpacket.__name__}_", None)
-    overload = getattr(packet, target._overloadname, None)
+    overload = getattr(packet, overload_name(target), None)
     same = overload is not None and _arguments(overload) == _arguments(target)
     return Variant(overload, None) if same else None
 

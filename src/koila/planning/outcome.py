@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from koila._torch import FakeTensorMode, OpOverload, is_autograd_view, schema_of, storage_key
 from koila.analysis.rules.reduce import chunk_moments, moments_bytes
 from koila.ir.cache import Cache
 from koila.ir.tree import leaves, map_leaves
@@ -53,7 +53,7 @@ _known: Cache[Outcome] = Cache("outcome_cache", 16384)
 def outcome_of(operation: Operation, operands: list[Any], chunk: int, whole: Any = None) -> Outcome:
     """What a call gives for operands of these forms; `whole` is its result for the whole batch, if there is one."""
     target = operation.target
-    overload = isinstance(target, torch._ops.OpOverload)
+    overload = isinstance(target, OpOverload)
     if not (overload or target in HELPERS) or not all(_is_form(leaf) for leaf in leaves(operands)):
         return _find(operation, operands, chunk, whole)
     key = (operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
@@ -99,9 +99,9 @@ def _run_on_fakes(target: Any, args: Any, kwargs: Any) -> Any:
 
 def _pointwise(target: Any, operands: list[Any], whole: Any) -> torch.Tensor | None:
     """The value of a pointwise call on contiguous operands, without asking PyTorch: most calls are of this kind."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags or target.is_view:
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags or target.is_view:
         return None
-    if not isinstance(whole, torch.Tensor) or target._schema.is_mutable:
+    if not isinstance(whole, torch.Tensor) or schema_of(target).is_mutable:
         return None
     if not all(isinstance(operand, Form) and operand.is_contiguous for operand in operands):
         return None
@@ -123,13 +123,13 @@ def _aliases(value: Any, metas: list[Any]) -> tuple[tuple[Place, ...], tuple[boo
     for number, operand in enumerate(metas):
         for place, tensor in enumerate(_tensors(operand)):
             if tensor is not None:
-                known.setdefault(tensor.untyped_storage()._cdata, (number, place))
+                known.setdefault(storage_key(tensor.untyped_storage()), (number, place))
     places: list[Place] = []
     for tensor in _tensors(value):
         storage = None if tensor is None else tensor.untyped_storage()
-        shared = None if storage is None else known.get(storage._cdata)
+        shared = None if storage is None else known.get(storage_key(storage))
         places.append((0 if storage is None else storage.nbytes()) if shared is None else shared)
-    return tuple(places), tuple(tensor is not None and tensor._is_view() for tensor in _tensors(value))
+    return tuple(places), tuple(tensor is not None and is_autograd_view(tensor) for tensor in _tensors(value))
 
 
 _CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
@@ -142,7 +142,7 @@ def _workspaces(target: Any, args: Any, kwargs: Any, value: Any, metas: list[Any
         return (value.numel() if isinstance(args[0], Drawn) else 0), 0
     if target is chunk_moments:
         return moments_bytes(metas[0]), 0
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return 0, 0
     if runs_in_float32(target, value):
         return float32_bytes([*metas, value]), 0

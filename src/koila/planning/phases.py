@@ -17,6 +17,7 @@ from functools import cached_property
 
 import torch
 
+from koila._torch import OpOverload
 from koila.analysis.monoids import FirstExtreme, Moments
 from koila.analysis.split import Facts, Item
 from koila.analysis.types import OPAQUE, Merged, Sliced
@@ -313,7 +314,7 @@ def _merged_item(item: Item) -> Item:
 
 def _is_pointwise(item: Item) -> bool:
     target = item.node.target
-    if not isinstance(target, torch._ops.OpOverload) or item.kind != "chunk":
+    if not isinstance(target, OpOverload) or item.kind != "chunk":
         return False
     return torch.Tag.pointwise in target.tags or target.is_view
 

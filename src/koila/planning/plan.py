@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from koila._torch import OpOverload
 from koila.analysis.split import Facts, Item
 from koila.planning.build import build_schedule
 from koila.planning.cost import schedule_seconds
@@ -195,7 +196,7 @@ def chunks(num_samples: int, chunk_size: int) -> tuple[tuple[int, int], ...]:
 
 
 def _is_view(target: Any) -> bool:
-    return not isinstance(target, torch._ops.OpOverload) or target.is_view or target is torch.ops.aten.reshape.default
+    return not isinstance(target, OpOverload) or target.is_view or target is torch.ops.aten.reshape.default
 
 
 def stream_source(layout: Layout) -> Item | None:

@@ -15,10 +15,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from koila._torch import FakeTensor, OpOverload, TorchDispatchMode, has_kernel, storage_key
 from koila.planning.workspace import retained_bytes, workspace_bytes
 
 REAL = (torch.Tensor, torch.nn.Parameter)
@@ -47,7 +45,6 @@ def _is_composite(func: Any) -> bool:
     """Whether an operator is made of others. Inference mode hands such ones on whole, others take them apart before."""
     if not isinstance(func, OpOverload):
         return False
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
@@ -115,7 +112,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor, operator: Any) -> None:
         storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
+        key, num_bytes = storage_key(storage), storage.nbytes()
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
             if operator is None:
@@ -176,7 +173,7 @@ class WorkspaceTracker(StorageTracker):
         if first is not None and (self._is_fake or first.device.type == "cpu"):
             kept = retained_bytes(func, args, result, kwargs)
             if kept and self._is_fake:
-                self._retained[first.untyped_storage()._cdata] = kept
+                self._retained[storage_key(first.untyped_storage())] = kept
                 self._grow(kept, func)
             self._grow(hidden - kept, func)
             self.current_bytes -= hidden - kept
@@ -225,7 +222,7 @@ class FakeTracker(WorkspaceTracker):
         if len(self.births) > num_births:
             life = Life(self.births[-1], self.place, self._time)
             self._lives.append(life)
-            self._living[tensor.untyped_storage()._cdata] = life
+            self._living[storage_key(tensor.untyped_storage())] = life
 
     def _grow(self, num_bytes: int, operator: Any) -> None:
         before = self.peak_bytes

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from koila import events
 from koila._bytes import format_bytes
+from koila._torch import FakeTensorMode
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 from koila.ir.job import Job

@@ -11,9 +11,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._decomp import get_decompositions
-from torch._ops import OpOverload
 
+from koila._torch import OpOverload, get_decompositions
 from koila.analysis.decompositions import batch_norm, factories, losses, means
 
 __all__ = ["decompositions"]

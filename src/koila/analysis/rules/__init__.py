@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from torch._ops import OpOverload, OpOverloadPacket
-
+from koila._torch import OpOverload, OpOverloadPacket
 from koila.analysis.chunk_rule import Call, ChunkRule, Operand, Rule
 from koila.analysis.rules import (
     attention,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from koila._torch import schema_of
 from koila.analysis.chunk_rule import Call, ChunkRule, Operand
 from koila.analysis.monoids import Sum, narrow_dtype
 from koila.analysis.types import WHOLE, Merged, Sliced, SplitType
@@ -105,7 +106,7 @@ def _led(call: Call, axes: Axes, label: Hashable, kind: Sliced) -> ChunkRule:
 
 def packed(call: Call, results: tuple[SplitType, ...]) -> SplitType | tuple[SplitType, ...]:
     """One type for an operator that returns one tensor, a tuple for one that returns several or a list."""
-    returns = call.target._schema.returns
+    returns = schema_of(call.target).returns
     alone = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
     return results[0] if alone else results
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from koila._torch import OpOverload, schema_of
 from koila.analysis.chunk_rule import Call, ChunkRule, Rule
 from koila.analysis.rules._rows import either, elementwise, letters, pointwise
 
@@ -60,4 +60,4 @@ def tagged(target: OpOverload) -> Rule | None:
     """The rule of a functional, deterministic operator that torch calls pointwise."""
     if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
         return None
-    return None if target._schema.is_mutable else pointwise
+    return None if schema_of(target).is_mutable else pointwise

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx.graph import _BoxedCodeGen
 
+from koila._torch.delegates import BoxedCodeGen
 from koila.delegates.registry import CompileSpec, Processed
 from koila.errors import DelegateError
 
@@ -28,7 +28,7 @@ class FlatProgram:
 
     def __init__(self, graph_module: torch.fx.GraphModule) -> None:
         graph = copy.deepcopy(graph_module.graph)
-        graph.set_codegen(_BoxedCodeGen())
+        graph.set_codegen(BoxedCodeGen())
         self._module = torch.fx.GraphModule(graph_module, graph)
         self.num_inputs = sum(node.op == "placeholder" for node in graph.nodes)
 

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 
+from koila._torch.inductor import BackendCompilerFailed, InvalidCxxCompiler, get_cpp_compiler
 from koila.delegates.gradient import recompute_gradients
 from koila.delegates.registry import CompileSpec, Processed
 from koila.errors import DelegateError

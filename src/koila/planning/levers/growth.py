@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from koila._torch import OpOverload
 from koila.analysis.chunk_rule import Call, ChunkRule
 from koila.analysis.rules import rule_for
 from koila.analysis.split import arguments_by_name, describe_call
@@ -209,7 +210,7 @@ class Growth:
         return None
 
     def _ruling(self, node: fx.Node, given: dict[fx.Node, Any]) -> ChunkRule | None:
-        rule = rule_for(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+        rule = rule_for(node.target) if isinstance(node.target, OpOverload) else None
         if rule is None:
             return None
         call: Call | None = describe_call(node, lambda operand: given.get(operand, WHOLE), self.size)

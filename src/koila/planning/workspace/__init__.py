@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from koila._torch import OpOverload
 from koila.ir.schema import given_arguments, named_arguments
 from koila.ir.tree import leaves
 from koila.planning.workspace import (

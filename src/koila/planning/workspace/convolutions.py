@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from koila._torch import convolution_backend
 from koila.planning.workspace.convolution_shape import ConvolutionShape
 from koila.planning.workspace.copies import copy_bytes, image_copy_bytes
 from koila.planning.workspace.kernel_call import Formula, KernelCall, num_bytes
@@ -20,8 +21,7 @@ aten = torch.ops.aten
 
 def _backend(call: KernelCall, output: torch.Tensor) -> str:
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    found = torch._C._select_conv_backend(*(call.arguments.get(name) for name in names), [output.shape[1]])
-    return str(found).rpartition(".")[2]
+    return convolution_backend(*(call.arguments.get(name) for name in names), [output.shape[1]])
 
 
 def _uses_onednn(call: KernelCall, backend: str) -> bool:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
+from koila._torch import OpOverload, OpOverloadPacket, schema_of
 from koila.ir.schema import given_arguments
 
 
@@ -38,7 +38,7 @@ def form_of(target: OpOverload) -> Form:
     >>> form_of(aten.convolution.out).copies
     True
     """
-    if not target._schema.is_mutable:
+    if not schema_of(target).is_mutable:
         return Form(target, writes=False, copies=False)
     same = (other for other in _relatives(target) if given_arguments(other) == given_arguments(target))
     has_kernel = torch.Tag.generated not in target.tags
@@ -53,4 +53,4 @@ def _relatives(target: OpOverload) -> Iterator[OpOverload]:
     for each in packets:
         if isinstance(each, OpOverloadPacket):
             overloads = (getattr(each, overload) for overload in each.overloads())
-            yield from (other for other in overloads if not other._schema.is_mutable)
+            yield from (other for other in overloads if not schema_of(other).is_mutable)

@@ -18,6 +18,8 @@ from functools import cache
 
 import torch
 
+from koila._torch import has_avx2, has_avx512, onednn_has_bfloat16, onednn_has_float16
+
 
 class Isa(IntEnum):
     """The sets of instructions between which oneDNN's layouts and choices of kernels change."""
@@ -73,10 +75,10 @@ def this_processor() -> Processor:
 @cache
 def _processor(num_threads: int) -> Processor:
     asked = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
-    best = Isa.AVX512 if torch.cpu._is_avx512_supported() else Isa.AVX2 if torch.cpu._is_avx2_supported() else Isa.SSE41
+    best = Isa.AVX512 if has_avx512() else Isa.AVX2 if has_avx2() else Isa.SSE41
     supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        torch.bfloat16: onednn_has_bfloat16(),
+        torch.float16: onednn_has_float16(),
     }
     native = tuple(dtype for dtype, is_native in supported.items() if is_native)
     return Processor(num_threads, min(best, _BOUNDS.get(asked, Isa.AVX512)), native)

@@ -1,0 +1,182 @@
+"""Everything that koila uses of PyTorch although it is not public API, in one place.
+
+Takes: PyTorch. Gives: a name for each use that says what it is for, with the reason and what to look at when PyTorch
+changes. `version` refuses releases that are not supported before anything private is touched, `operators` lists the
+private operators of aten, `delegates` and `inductor` hold what only these optional parts need, because it is slow to
+import. `tests/structure/test_private_torch.py` finds uses elsewhere.
+
+What records a call stands on the hot path, so names are aliases or `attrgetter`s and not functions wherever possible.
+"""
+
+from koila._torch.version import SUPPORTED as SUPPORTED
+from koila._torch.version import check_version as check_version
+
+# isort: split
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+import torch._decomp
+import torch._ops
+import torch._subclasses.fake_tensor
+import torch.autograd.grad_mode
+import torch.fx.experimental.proxy_tensor
+import torch.utils._python_dispatch
+
+from koila._torch.operators import PRIVATE_OPERATORS as PRIVATE_OPERATORS
+
+# Operators as objects.
+
+OpOverload = torch._ops.OpOverload
+"""The class of operators: whether a target is one, and the keys of every table. Look at: torch/_ops.py."""
+OpOverloadPacket = torch._ops.OpOverloadPacket
+"""All overloads of an operator under its name. Look at: torch/_ops.py."""
+schema_of: Callable[[OpOverload], torch._C.FunctionSchema] = attrgetter("_schema")
+"""Arguments by name, results, and what an operator writes. Look at: torch/_ops.py, torch._C.FunctionSchema."""
+overload_name: Callable[[OpOverload], str] = attrgetter("_overloadname")
+"""`Tensor` of `add.Tensor`, to find the in-place form of the same overload. Look at: torch/_ops.py."""
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+"""Whether an operator has a kernel of its own for a key. Look at: torch/csrc/utils/python_dispatch.cpp."""
+get_decompositions = torch._decomp.get_decompositions
+"""PyTorch's own decompositions of some operators. Look at: torch/_decomp/__init__.py; exactness finds changes."""
+
+# Memory: which tensors share it, and what was written.
+
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""The identity of a storage, also of a fake one, whose `data_ptr` is 0. Look at: torch/storage.py."""
+is_autograd_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+"""Whether autograd takes a tensor for a view. Look at: torch/csrc/autograd/python_variable.cpp; `_base` is public."""
+write_count: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor was written; inference tensors raise. Look at: torch/csrc/autograd/python_variable.cpp."""
+VERSION_GETTER: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+"""What `__torch_function__` is given when `_version` of a lazy tensor is read. Look at: torch/overrides.py."""
+preserve_version = torch.autograd.grad_mode._unsafe_preserve_version_counter
+"""A restored tensor keeps its version (Rule 4). Look at: torch/autograd/grad_mode.py; FSDP uses it."""
+negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+"""A view with the negative bit, to build a tensor of a known layout. Look at: native_functions.yaml, `_neg_view`."""
+TYPED_STORAGE = "_typed_storage"
+"""The method that gives data away to serialisation. Look at: torch/_tensor.py."""
+
+# Lazy tensors: a wrapper without storage, and what lies below it.
+
+make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+"""Shape, strides and dtype without storage. Look at: torch/csrc/autograd/python_variable.cpp, its signature grows."""
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""The real method inside `__torch_function__`. Look at: torch/overrides.py, whose notes describe it."""
+wrapper_size: Any = torch._C.TensorBase.size
+"""What a wrapper itself says of its sizes. Look at: torch/csrc/autograd/python_variable.cpp."""
+wrapper_stride: Any = torch._C.TensorBase.stride
+"""What a wrapper itself says of its strides. Look at: torch/csrc/autograd/python_variable.cpp."""
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+_IN_PLACE_OR_VIEW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def autograd_again() -> AbstractContextManager[Any]:
+    """Autograd inside `__torch_dispatch__`, which is called below it: the safety net needs its history.
+
+    Look at: c10/core/DispatchKey.h for the names of the keys, torch/csrc/utils/python_dispatch.cpp for the guard.
+    """
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD - _IN_PLACE_OR_VIEW
+    return torch._C._ForceDispatchKeyGuard(include, exclude)
+
+
+FIND_TENSORS = "_find_tensors"
+"""The function by which DDP finds its outputs' history, replaced. Look at: torch/nn/parallel/distributed.py."""
+
+# State that a recorded call carries. Public readers have a Python layer, and every recorded call asks all of them.
+
+is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
+"""`torch.backends.mkldnn.enabled` at the time of recording. Look at: torch/backends/mkldnn/__init__.py."""
+is_flash_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+"""`torch.backends.cuda.flash_sdp_enabled()`. Look at: torch/backends/cuda/__init__.py."""
+is_mem_efficient_enabled: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+"""`torch.backends.cuda.mem_efficient_sdp_enabled()`. Look at: torch/backends/cuda/__init__.py."""
+is_math_enabled: Callable[[], bool] = torch._C._get_math_sdp_enabled
+"""`torch.backends.cuda.math_sdp_enabled()`. Look at: torch/backends/cuda/__init__.py."""
+enable_mkldnn: Callable[[bool], None] = torch._C._set_mkldnn_enabled
+"""The switch behind `torch.backends.mkldnn.flags`. Look at: torch/backends/mkldnn/__init__.py."""
+enable_flash: Callable[[bool], None] = torch._C._set_sdp_use_flash
+"""The switch behind `enable_flash_sdp`. Look at: torch/backends/cuda/__init__.py."""
+enable_mem_efficient: Callable[[bool], None] = torch._C._set_sdp_use_mem_efficient
+"""The switch behind `enable_mem_efficient_sdp`. Look at: torch/backends/cuda/__init__.py."""
+enable_math: Callable[[bool], None] = torch._C._set_sdp_use_math
+"""The switch behind `enable_math_sdp`. Look at: torch/backends/cuda/__init__.py."""
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""One question for all devices, mostly answered with no. Look at: torch/csrc/autograd/init.cpp."""
+
+# Autograd's graph.
+
+SAVED_PREFIX = "_saved_"
+"""Attributes of a node that hold what it keeps for backward. Look at: derivatives.yaml, gen_autograd_functions.py."""
+input_metadata: Callable[[Any], Any] = attrgetter("_input_metadata")
+"""Shapes and dtypes of the gradients that a node receives. Look at: torch/csrc/autograd/python_cpp_function.cpp."""
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""The order in which autograd runs its nodes, latest first. Look at: torch/csrc/autograd/python_cpp_function.cpp."""
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether this backward was given `retain_graph`. Look at: torch/utils/checkpoint.py, which asks it, too."""
+
+# Fake tensors, tracing, modes.
+
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+"""A tensor without memory: trackers must not count it. Look at: torch/_subclasses/fake_tensor.py."""
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+"""Shapes without memory, as export uses it. Look at: torch/_subclasses/fake_tensor.py."""
+FAKE_LOGGER = "torch._subclasses.fake_tensor"
+"""Logs a traceback for every wrong shape; it is silenced. Look at: torch/_subclasses/fake_tensor.py, `log`."""
+get_proxy_mode = torch.fx.experimental.proxy_tensor.get_proxy_mode
+"""The trace that is made now. Look at: torch/fx/experimental/proxy_tensor.py."""
+graph_root: Callable[[torch.fx.Graph], torch.fx.Node] = attrgetter("_root")
+"""The ends of a graph's list of nodes: what was traced since a point. Look at: torch/fx/graph.py."""
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+"""Sees operators as they run. Look at: torch/utils/_python_dispatch.py; everybody uses it."""
+without_modes = torch.utils._python_dispatch._disable_current_modes
+"""Values of constants are real, also while a mode is active. Look at: torch/utils/_python_dispatch.py."""
+
+CONTEXT_MODULE = "torch.utils._contextlib"
+"""Its frames (`no_grad` as a decorator) are left out of a user's traceback. Look at: torch/utils/_contextlib.py."""
+
+
+def make_fx(function: Callable[..., Any], table: dict[Any, Any]) -> Callable[..., torch.fx.GraphModule]:
+    """Trace a function on fake tensors in which real constants may occur.
+
+    Look at: torch/fx/experimental/proxy_tensor.py, on which AOTAutograd stands; `_allow_non_fake_inputs` is private.
+    """
+    trace = torch.fx.experimental.proxy_tensor.make_fx
+    return trace(function, decomposition_table=table, _allow_non_fake_inputs=True)
+
+
+# The processor and its kernels.
+
+
+def convolution_backend(*arguments: Any) -> str:
+    """The library that runs a convolution; transposed ones of oneDNN have the name `???`.
+
+    Look at: aten/src/ATen/native/Convolution.cpp, `ConvBackend`, and its binding in torch/csrc/Module.cpp.
+    """
+    return str(torch._C._select_conv_backend(*arguments)).rpartition(".")[2]
+
+
+def has_avx512() -> bool:
+    """oneDNN's choice: `torch.backends.cpu.get_cpu_capability` obeys ATEN_CPU_CAPABILITY, which oneDNN does not read.
+
+    Look at: torch/cpu/__init__.py.
+    """
+    return torch.cpu._is_avx512_supported()
+
+
+def has_avx2() -> bool:
+    """As `has_avx512`. Look at: torch/cpu/__init__.py."""
+    return torch.cpu._is_avx2_supported()
+
+
+def onednn_has_bfloat16() -> bool:
+    """Whether oneDNN computes in bfloat16 here. Look at: aten/src/ATen/native/mkldnn/Utils.h."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def onednn_has_float16() -> bool:
+    """Whether oneDNN computes in float16 here. Look at: aten/src/ATen/native/mkldnn/Utils.h."""
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
