@@ -109,7 +109,9 @@ def run_and_plan(value: torch.Tensor, backward: bool) -> tuple[str | None, bool]
 
 
 def one_step(tried: Example, allowed: int, expected: Outcome, errors: dict[str, float]) -> str | None:
-    step = Step(tried.program, allowed)
+    step = answered(lambda: Step(tried.program, allowed))
+    if isinstance(step, int):
+        return None  # Something had to run while the program was recorded, and was refused.
     backward = step.loss.requires_grad
     if tried.read == "the loss":
         wrong, ran = run_and_plan(step.loss, False)
