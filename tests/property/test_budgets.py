@@ -144,6 +144,7 @@ def budget_trial(tried: Example) -> str | None:
     allowed = budget_of(tried)
     accepted: list[bool] = []
     for number in range(STEPS):
+        koila.metrics.reset()
         try:
             wrong = one_step(tried, allowed, expected, errors)
         except Exception as error:
@@ -151,7 +152,6 @@ def budget_trial(tried: Example) -> str | None:
         if wrong is not None:
             return f"step {number}, {allowed} bytes: {wrong}"
         accepted.append(koila.metrics.counter_value("runs") > 0)
-        koila.metrics.reset()
     return None if len(set(accepted)) == 1 else f"accepted at some steps only: {accepted}"
 
 
