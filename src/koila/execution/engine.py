@@ -145,7 +145,9 @@ class Engine:
                 run_until_it_fits(task.job, run, noted.tries, failed)
         except BaseException as error:
             if not (task.is_plain and is_out_of_memory(error)):
-                give_up(task.own.graph.nodes)
+                # What was asked for has failed; writes that it does not need stay due.
+                asked = collect([*task.own.wanted], []).nodes
+                give_up(asked or task.own.graph.nodes)
             raise
 
     def _carry_out(self, task: Task, decision: Decision, noted: Step, seeds: Given) -> None:
