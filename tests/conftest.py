@@ -9,8 +9,10 @@ import torch
 
 import koila
 from koila.capture.pending import recorder
+from tests.seeding import seed_present_devices_only
 
 torch.set_num_threads(1)
+seed_present_devices_only()
 
 
 @pytest.fixture(autouse=True)
