@@ -13,7 +13,8 @@ from random import Random
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
+from tests.property.environment import environment
 
 MAX_NUMEL = 1500
 MAX_ABS = 1e3
@@ -151,11 +152,11 @@ class Draft:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                exec(line, {"torch": torch, "F": F, "B": self.batch}, scope)
+                exec(line, environment(), scope)
+            for name in checked:
+                check(scope[name])
         except Exception as error:
             raise Refused from error
-        for name in checked:
-            check(scope[name])
         self.values = scope
         self.lines.append(line)
 
