@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import koila
+from koila._warnings import forget_warnings
 from koila.capture.pending import recorder
 from tests.seeding import seed_present_devices_only
 
@@ -18,6 +19,7 @@ seed_present_devices_only()
 @pytest.fixture(autouse=True)
 def fresh_counters() -> None:
     koila.metrics.reset()
+    forget_warnings()
 
 
 @pytest.fixture(autouse=True)
