@@ -224,9 +224,23 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
             return leaf
         if leaf.layout != torch.strided:
             return leaf
-        return back[id(leaf)] if id(leaf) in back else Bridge.lazy_type._wrap(input_value(leaf, budget=budget))
+        if id(leaf) in back:
+            return back[id(leaf)]
+        return Bridge.lazy_type._wrap(input_value(leaf, _batch_like(leaf, operands), budget))
 
     return map_leaves(result, wrap)
+
+
+def _batch_like(result: torch.Tensor, operands: Sequence[Value]) -> int | None:
+    """Where the batch of a result may be: a dimension in which it is as long as an operand is in its batch.
+
+    That need not be so. Whatever is computed from the result can be cut there all the same, if the analysis proves it.
+    """
+    for operand in operands:
+        dim = operand.batch
+        if dim is not None and result.ndim > dim and result.shape[dim] == operand.prepass.shape[dim]:
+            return dim
+    return None
 
 
 def _same_batch(before: PrePass, after: PrePass) -> PrePass:

@@ -110,6 +110,8 @@ class _Rerun:
                 where=f"recorded at {self.own.nodes[0].site}",
                 hint="change it after backward()",
             )
+        for _, error in self.own.rebound():
+            raise error
 
     def run(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         events.count("segment::rerun")

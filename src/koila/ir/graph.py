@@ -15,6 +15,7 @@ import torch
 
 from koila.errors import StaleInputError
 from koila.ir.node import Node, Value, version_of
+from koila.ir.owned import OwnedCall
 from koila.ir.prepass import prepass_of
 from koila.ir.source import user_site
 
@@ -129,6 +130,14 @@ class Graph:
                 if recorded is not None and recorded != version_of(operand):
                     yield node, _stale(node, operand)
                     break
+        yield from self.rebound()
+
+    def rebound(self) -> Iterator[tuple[Node, StaleInputError]]:
+        """Calls of the user's code that read a name which was rebound since they were recorded."""
+        for node in self.nodes:
+            name = node.func.rebound() if isinstance(node.func, OwnedCall) else None
+            if name is not None:
+                yield node, _rebound(node, name)
 
     def check_fresh(self) -> None:
         """Raise if an operand was changed since its call was recorded."""
@@ -195,6 +204,14 @@ def _stale(node: Node, operand: Value | torch.Tensor) -> StaleInputError:
         f"an input of {node.name} (shape {shape}) was changed after the call was recorded and before it ran",
         where=f"recorded at {node.site}, run at {user_site()}",
         hint="run it before the change with koila.run(value) or koila.settle(), or keep it with koila.keep(value)",
+    )
+
+
+def _rebound(node: Node, name: str) -> StaleInputError:
+    return StaleInputError(
+        f"{name}, which {node.name} reads, was rebound after the call was recorded and before it ran",
+        where=f"recorded at {node.site}, run at {user_site()}",
+        hint=f"rebind {name} before the call or after the run, or give its value to the Function as an argument",
     )
 
 
