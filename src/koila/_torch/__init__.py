@@ -69,17 +69,42 @@ wrapper_size: Any = torch._C.TensorBase.size
 """What a wrapper itself says of its sizes. Look at: torch/csrc/autograd/python_variable.cpp."""
 wrapper_stride: Any = torch._C.TensorBase.stride
 """What a wrapper itself says of its strides. Look at: torch/csrc/autograd/python_variable.cpp."""
+throw_on_data_access: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""C++ that asks a wrapper for its data gets an error instead of a null pointer, as from a `FakeTensor`.
+
+Look at: torch/csrc/Module.cpp, torch/_subclasses/fake_tensor.py.
+"""
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
 _IN_PLACE_OR_VIEW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_TRACING_KEYS = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in (
+        "Python",
+        "PythonTLSSnapshot",
+        "Functionalize",
+        "FuncTorchDynamicLayerFrontMode",
+        "FuncTorchDynamicLayerBackMode",
+    )
+)
+is_key_excluded: Callable[[torch._C.DispatchKey], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+"""Whether this thread skips a dispatch key. Look at: torch/csrc/utils/python_dispatch.cpp."""
+PYTHON_KEY = torch._C.DispatchKey.Python
+"""The key under which modes and subclasses see operators. `torch.tensor` skips it while it reads its elements, and
+fake tensors would be real meanwhile. Look at: torch/csrc/utils/tensor_new.cpp, `internal_new_from_data`."""
 
 
-def autograd_again() -> AbstractContextManager[Any]:
-    """Autograd inside `__torch_dispatch__`, which is called below it: the safety net needs its history.
+def ordinary_dispatch() -> AbstractContextManager[Any]:
+    """Modes, subclasses and autograd as in the user's own code, inside code of PyTorch that runs below them.
 
-    Look at: c10/core/DispatchKey.h for the names of the keys, torch/csrc/utils/python_dispatch.cpp for the guard.
+    Inference mode excludes autograd by itself, and keeps doing so. Look at: c10/core/DispatchKey.h for the names of the
+    keys, torch/csrc/utils/python_dispatch.cpp for the guard.
     """
     include = torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD - _IN_PLACE_OR_VIEW
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in _TRACING_KEYS:
+        exclude = exclude.remove(key)
+    if not torch.is_inference_mode_enabled():
+        exclude = exclude - _AUTOGRAD - _IN_PLACE_OR_VIEW
     return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 

@@ -32,7 +32,7 @@ from koila.planning.decide import Decision
 def attached(job: Job, decision: Decision, results: Results, seeds: Seeds) -> dict[Value, torch.Tensor]:
     """The outputs of a run as ordinary tensors."""
     graph = job.graph
-    bound = {graph.outputs[index]: real for index, real in results.outputs.items()}
+    bound = {graph.outputs[i]: _as_recorded(graph.outputs[i], real) for i, real in results.outputs.items()}
     for group in _groups(job, results):
         is_root = set(group) <= set(job.demand.roots)
         own = _own_graph(graph, group)
@@ -47,6 +47,15 @@ def attached(job: Job, decision: Decision, results: Results, seeds: Seeds) -> di
         tensors = attach(state, values, [own.leaves[leaf] for leaf in leaves])
         bound.update(zip((graph.outputs[index] for index in group), tensors, strict=True))
     return bound
+
+
+def _as_recorded(value: Value, result: torch.Tensor) -> torch.Tensor:
+    """A result of a call in inference mode is an inference tensor, which later code may not differentiate."""
+    if not value.prepass.inference or result.is_inference():
+        return result
+    with torch.inference_mode():
+        shell = torch.empty(0, dtype=result.dtype, device=result.device)
+        return shell.set_(result.untyped_storage(), result.storage_offset(), result.shape, result.stride())
 
 
 def _groups(job: Job, results: Results) -> list[tuple[int, ...]]:

@@ -20,6 +20,7 @@ from koila._torch import (
     FakeTensorMode,
     TorchDispatchMode,
     is_autograd_view,
+    ordinary_dispatch,
     schema_of,
     storage_key,
     write_count,
@@ -99,8 +100,8 @@ def _consumes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _state(fake: torch.Tensor) -> tuple[int, bool]:
-    """What a write changes: data, or what autograd knows (`detach_`, `requires_grad_`)."""
-    return write_count(fake), fake.requires_grad
+    """What a write changes: data, or what autograd knows (`detach_`, `requires_grad_`); see also `_Watch.writes`."""
+    return 0 if fake.is_inference() else write_count(fake), fake.requires_grad
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,11 +142,14 @@ def _fake(prepass: PrePass, is_leaf: bool) -> torch.Tensor:
     return copy if copy.stride() == prepass.stride else copy.as_strided(prepass.shape, prepass.stride, 0)
 
 
-def _operand_fake(operand: Value | torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _operand_fake(operand: Value | torch.Tensor) -> torch.Tensor:
     if isinstance(operand, Value):
+        prepass = operand.prepass.with_grad(operand.requires_grad)
         is_leaf = operand.real is not None and operand.real.is_leaf
-        return _fake(operand.prepass.with_grad(operand.requires_grad), is_leaf)
-    return _fake(prepass_of(operand), operand.is_leaf)
+    else:
+        prepass, is_leaf = prepass_of(operand), operand.is_leaf
+    with torch.inference_mode(prepass.inference):
+        return _fake(prepass, is_leaf)
 
 
 def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor]) -> Inference:
@@ -154,8 +158,8 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
         return Inference(None, (), forced="its fake kernel gives another shape than the real one")
     mode, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch()
     try:
-        with mode:
-            fakes = {id(operand): _operand_fake(operand, mode) for operand in operands}
+        with ordinary_dispatch(), mode:
+            fakes = {id(operand): _operand_fake(operand) for operand in operands}
             swap = lambda leaf: fakes.get(id(leaf), leaf)  # noqa: E731
             fake_args, fake_kwargs = map_leaves(args, swap), map_leaves(kwargs, swap)
             before = {key: _state(fake) for key, fake in fakes.items()}

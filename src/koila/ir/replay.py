@@ -6,8 +6,8 @@ run and the joint trace both go through here, so they cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from koila._torch import (
     is_math_enabled,
     is_mem_efficient_enabled,
     is_mkldnn_enabled,
+    ordinary_dispatch,
 )
 from koila.ir.draws import Supply
 from koila.ir.node import Node, Value
@@ -68,6 +69,19 @@ class Context:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self.default_dtype)
         return stack
+
+
+@contextmanager
+def ordinary_state() -> Iterator[None]:
+    """Whoever asks for a value may be in inference mode, or inside PyTorch below autograd: a run is in neither.
+
+    Each recorded call brings the inference mode that it was recorded in.
+    """
+    with ordinary_dispatch(), ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield
 
 
 def _leave_region() -> None:
