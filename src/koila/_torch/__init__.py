@@ -2,8 +2,8 @@
 
 Takes: PyTorch. Gives: a name for each use that says what it is for, with the reason and what to look at when PyTorch
 changes. `version` refuses releases that are not supported before anything private is touched, `operators` lists the
-private operators of aten, `delegates` and `inductor` hold what only these optional parts need, because it is slow to
-import. `tests/structure/test_private_torch.py` finds uses elsewhere.
+private operators of aten, `distributed` knows collectives and DDP, `delegates` and `inductor` hold what only these
+optional parts need, because it is slow to import. `tests/structure/test_private_torch.py` finds uses elsewhere.
 
 What records a call stands on the hot path, so names are aliases or `attrgetter`s and not functions wherever possible.
 """
@@ -25,6 +25,14 @@ import torch.autograd.grad_mode
 import torch.fx.experimental.proxy_tensor
 import torch.utils._python_dispatch
 
+from koila._torch.distributed import BROADCAST_COALESCED as BROADCAST_COALESCED
+from koila._torch.distributed import FIND_TENSORS as FIND_TENSORS
+from koila._torch.distributed import GROUP_METHODS as GROUP_METHODS
+from koila._torch.distributed import POST_FORWARD as POST_FORWARD
+from koila._torch.distributed import finished as finished
+from koila._torch.distributed import is_collective as is_collective
+from koila._torch.distributed import tree_flatten as tree_flatten
+from koila._torch.distributed import tree_unflatten as tree_unflatten
 from koila._torch.operators import PRIVATE_OPERATORS as PRIVATE_OPERATORS
 
 # Operators as objects.
@@ -107,9 +115,6 @@ def ordinary_dispatch() -> AbstractContextManager[Any]:
         exclude = exclude - _AUTOGRAD - _IN_PLACE_OR_VIEW
     return torch._C._ForceDispatchKeyGuard(include, exclude)
 
-
-FIND_TENSORS = "_find_tensors"
-"""The function by which DDP finds its outputs' history, replaced. Look at: torch/nn/parallel/distributed.py."""
 
 # State that a recorded call carries. Public readers have a Python layer, and every recorded call asks all of them.
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.nn.parallel import distributed
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from koila._torch import FIND_TENSORS
 from koila.capture.bridge import Bridge
+from koila.capture.distributed import install_distributed
 from koila.capture.pending import recorder
 from koila.capture.purity import Verdict, verdict_on
-from koila.capture.record import lazy_forward, realize, run_eagerly
+from koila.capture.record import lazy_forward, run_eagerly
 from koila.capture.scan import scan_call
 from koila.errors import CaptureError
 from koila.ir.owned import Identity, OwnedCall
@@ -160,21 +159,6 @@ def _differentiates(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in (*module.parameters(), *tensors))
 
 
-def _patch_ddp() -> None:
-    """With `find_unused_parameters`, DDP follows `grad_fn` from its outputs: they must be real by then."""
-    if not torch.distributed.is_available():
-        return
-    original = getattr(distributed, FIND_TENSORS)
-
-    @wraps(original)
-    def find_tensors(found: Any) -> Any:
-        if isinstance(found, Bridge.lazy_type):
-            return [realize(found._value, "DistributedDataParallel")]
-        return original(found)
-
-    setattr(distributed, FIND_TENSORS, find_tensors)
-
-
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     Bridge.realizer.before_step([p for group in optimizer.param_groups for p in group["params"]])
 
@@ -193,6 +177,6 @@ def install() -> None:
             _patch_checkpoint()
             _patch_state()
             _patch_fast_paths()
-            _patch_ddp()
+            install_distributed()
             register_optimizer_step_pre_hook(_before_step)
             _installed.append(True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._torch import storage_key
+from koila._torch import finished, storage_key
 from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
 from koila.capture.scan import Scan, scan_call, shape_key, trie_key
@@ -63,18 +63,21 @@ def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     context = current_context()
     inference = _inference_for(func, scan, cacheable, context)
     if inference.forced is not None:
+        run_readers([scan.operands[index] for index in inference.writes])
         return run_eagerly(func, scan, inference.forced)
     seen = [i for i in inference.writes if i not in inference.hidden_writes and _is_seen(scan.operands[i])]
     if seen:
-        _run_readers([scan.operands[index] for index in seen])
+        run_readers([scan.operands[index] for index in seen])
         return run_eagerly(func, scan, "a write to a real tensor")
     if not inference.outputs and not inference.writes:
-        return inference.structure
+        return inference.structure  # A question that the layout answers.
     return record(func, scan, inference, context, cacheable)
 
 
-def _run_readers(written: list[Value | torch.Tensor]) -> None:
+def run_readers(written: Sequence[Value | torch.Tensor]) -> None:
     """What was recorded before a write must see the data before it."""
+    if not written:
+        return
     places = {place for operand in written if (place := _place_of(operand)) is not None}
     shared = {id(operand.storage) for operand in written if isinstance(operand, Value)}
     due: list[Value] = []
@@ -226,7 +229,7 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
             return leaf
         if id(leaf) in back:
             return back[id(leaf)]
-        return Bridge.lazy_type._wrap(input_value(leaf, _batch_like(leaf, operands), budget))
+        return Bridge.lazy_type._wrap(input_value(finished(leaf), _batch_like(leaf, operands), budget))
 
     return map_leaves(result, wrap)
 

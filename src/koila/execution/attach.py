@@ -15,14 +15,13 @@ import torch
 from koila import events
 from koila._torch import storage_key
 from koila.errors import StaleInputError
-from koila.execution.evaluation import connected_leaves
 from koila.execution.history import history_of
 from koila.execution.out_of_memory import run_until_it_fits
 from koila.execution.results import Results, run_split
 from koila.execution.seeds import Seeds, seed_for
 from koila.execution.segment import Gradients, SegmentState, attach
 from koila.execution.whole_run import gradients_whole
-from koila.ir.graph import Graph, collect
+from koila.ir.graph import Graph, collect, connected_leaves
 from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import Value, version_of
 from koila.ir.source import user_site

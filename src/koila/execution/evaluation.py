@@ -150,25 +150,3 @@ def _base(value: Value) -> Value:
     """The value whose producer made the memory that a view lies in."""
     *_, base = _bases(value)
     return base
-
-
-def connected_leaves(graph: Graph, value: Value) -> tuple[int, ...]:
-    """Leaves that autograd would reach from a value: through calls recorded with gradients, not through `detach`."""
-    index = {id(leaf): number for number, leaf in enumerate(graph.leaves)}
-    found: set[int] = set()
-    seen: set[Node] = set()
-    pending = [_producer(value), *(w for w in value.storage.writers if w in graph.positions)]
-    while pending:
-        node = pending.pop()
-        if node in seen or not node.context.grad:
-            continue
-        seen.add(node)
-        for operand in node.operands:
-            if isinstance(operand, Value) and operand.node is not None:
-                pending += [operand.node] if operand.requires_grad else []
-                pending += [w for w in operand.storage.writers if w.sequence < node.sequence and w in graph.positions]
-            else:
-                real = operand.real if isinstance(operand, Value) else operand
-                if real is not None and real.requires_grad:
-                    found.add(index[id(real)])
-    return tuple(sorted(found))

@@ -160,7 +160,7 @@ class Inference:
     """The result with every tensor replaced by its `Output`; other results stand for themselves."""
     outputs: tuple[Output, ...]
     writes: tuple[int, ...] = ()
-    """Operands that the call writes to."""
+    """Operands that the call writes to; those that it may write to if it is `forced`."""
     write_grads: tuple[bool, ...] = ()
     """Whether each written operand requires grad afterwards."""
     hidden_writes: tuple[int, ...] = ()
