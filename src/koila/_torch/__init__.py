@@ -66,7 +66,7 @@ make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """The real method inside `__torch_function__`. Look at: torch/overrides.py, whose notes describe it."""
 is_function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
-"""Whether a mode (`with torch.device(...)`) sees every call. Look at: torch/overrides.py, `_is_torch_function_mode...`."""
+"""Whether a mode (`with torch.device(...)`) sees every call. Look at: torch/overrides.py."""
 wrapper_size: Any = torch._C.TensorBase.size
 """What a wrapper itself says of its sizes. Look at: torch/csrc/autograd/python_variable.cpp."""
 wrapper_stride: Any = torch._C.TensorBase.stride

@@ -35,7 +35,7 @@ _FLAGS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 )
 """The switches that are on or off, in the order of `read_switches`."""
 FIRST_OF_KERNELS = 4
-"""The switches before say which operator is called for attention, which a trace holds; kernels read these when they run."""
+"""The switches before choose an operator for attention, which a trace holds; kernels read the others when they run."""
 
 _PRECISIONS = [(library, operators) for library in ("mkldnn", "cuda") for operators in ("matmul", "conv", "rnn")]
 """How float32 is rounded inside a library: `set_float32_matmul_precision`, `fp32_precision`, `allow_tf32`."""

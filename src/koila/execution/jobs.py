@@ -135,7 +135,13 @@ class _Making:
         own, others = self.needed.apart()
         if not own.nodes:  # Nothing but effects.
             return others[0], others[1:]
-        return collect([*self.due, *self._beside(own)], [n for n in self.pending.effects if n in own.positions]), others
+        effects = [node for node in self.pending.effects if node in own.positions]
+        return collect([*self.due, *self._beside(own)], [*effects, *self._hooks(own)]), others
+
+    def _hooks(self, own: Graph) -> list[Node]:
+        """Hooks on values of the program, also those that were registered after the values were used."""
+        hooks = (node for node in self.pending.nodes if node.func in HOOKS)
+        return [node for node in hooks if any(value in own.produced for value in node.values())]
 
     def _beside(self, own: Graph) -> list[Value]:
         """Values that the user holds and that are made from the same calls: an accuracy beside a loss."""
