@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import koila
+from koila._warnings import forget_warnings
 from koila.capture.pending import recorder
 
 torch.set_num_threads(1)
@@ -16,6 +17,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fresh_counters() -> None:
     koila.metrics.reset()
+    forget_warnings()
 
 
 @pytest.fixture(autouse=True)

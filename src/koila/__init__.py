@@ -25,6 +25,7 @@ from koila.errors import CaptureError as CaptureError
 from koila.errors import DelegateError as DelegateError
 from koila.errors import ExecutionError as ExecutionError
 from koila.errors import KoilaError as KoilaError
+from koila.errors import KoilaWarning as KoilaWarning
 from koila.errors import StaleInputError as StaleInputError
 from koila.execution.evaluation import Evaluation as Evaluation
 from koila.interfaces import BatchInfo as BatchInfo

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from koila._bytes import format_bytes, parse_bytes
 from koila._free import alive_bytes, default_bytes, free_bytes, result_bytes
-from koila._scopes import Scopes
+from koila._scopes import Scopes, moments
+from koila._warnings import warn_once
 from koila.errors import BudgetError
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "result_bytes",
 ]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Amount: TypeAlias = int | float | str
 """An amount of memory as users write it."""
 VARIABLE = "KOILA_BUDGET"
@@ -119,15 +123,47 @@ def current_budget(given: Iterable[int] = ()) -> Budget:
     return replace(scope, allowed_bytes=_read_variable(text)) if text else replace(scope, is_default=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A scope that named a size and is closed."""
+
+    opened: int
+    """The moment at which it was entered."""
+    closed: int
+    """The moment at which it was left."""
+    place: str
+    """Where it was written: file:line."""
+
+
+_opened = Scopes[int]("opened")
+"""The moments at which the open scopes were entered."""
+_closed: ContextVar[Closed | None] = ContextVar("closed", default=None)
+
+
+def last_closed() -> Closed | None:
+    """The scope with a size that this thread left last; None if there was none."""
+    return _closed.get()
+
+
 class _Scope(ContextDecorator):
     """Makes its budget once when it is written, so that a mistake is reported there, and again whenever it is entered:
     a share is one of what is free then."""
 
-    def __init__(self, make: Callable[[], Budget]) -> None:
+    _is_used = True
+    """Whether it was ever entered, or decorates something; one that could not even be made needs no second word."""
+
+    def __init__(self, make: Callable[[], Budget], file: str, line: int) -> None:
         self._make = make
+        self._file, self._line = file, line
         make()
+        self._is_used = False
+
+    def __call__(self, func: Function) -> Function:
+        self._is_used = True
+        return super().__call__(func)
 
     def __enter__(self) -> Budget:
+        self._is_used = True
         scope, outer = self._make(), _scopes.innermost
         if outer is not None and not scope.limits:
             scope = replace(
@@ -138,10 +174,25 @@ class _Scope(ContextDecorator):
             )
             _check_reserved(scope)
         _scopes.enter(scope)
+        _opened.enter(next(moments))
         return scope
 
     def __exit__(self, *_: object) -> None:
+        left, opened = _scopes.innermost, _opened.innermost
         _scopes.leave()
+        _opened.leave()
+        if left is not None and opened is not None and left.limits:
+            _closed.set(Closed(opened, next(moments), f"{self._file}:{self._line}"))
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            warn_once(
+                "a budget without a scope",
+                "koila.budget(...) was written but never entered: it limits nothing",
+                "with koila.budget(...): around the lines that run, backward() included; or koila.lazy(x, budget=...)",
+                self._file,
+                self._line,
+            )
 
 
 def budget(
@@ -178,7 +229,9 @@ def budget(
     ...     scope.allowed_bytes
     2048
     """
-    return _Scope(lambda: make_budget(allowed, total, reserved, offload, chunk_size, tune))
+    caller = sys._getframe(1)
+    make = lambda: make_budget(allowed, total, reserved, offload, chunk_size, tune)  # noqa: E731
+    return _Scope(make, caller.f_code.co_filename, caller.f_lineno)
 
 
 def make_budget(

@@ -6,12 +6,16 @@ loop, has scopes of its own: a scope that one of them enters is not seen by the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+moments = itertools.count()
+"""A number for each thing that happens in order: a call that is recorded, a scope that opens or closes."""
 
 
 class Scopes(Generic[T]):

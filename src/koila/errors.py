@@ -8,6 +8,8 @@
     ├── ExecutionError     a run that failed; nothing was committed
     └── DelegateError      a backend that cannot lower or run its segment
 
+`KoilaWarning`, a `UserWarning`, is what koila says about a line that does not do what its author thinks it does.
+
 Takes: the fact with its numbers and units, the node with the user's file:line, one way out.
 Gives: exceptions that render these three parts and keep them as fields.
 """
@@ -106,3 +108,7 @@ class ExecutionError(KoilaError):
 
 class DelegateError(KoilaError):
     """A backend that cannot lower or run the segment that it was given."""
+
+
+class KoilaWarning(UserWarning):
+    """A line of the user's that has no effect, or not the one it seems to have; said once per place."""

@@ -80,6 +80,7 @@ def test_the_peak_shows_no_second_copy_of_the_gradients(chunk_size: int) -> None
     assert tracker.peak_bytes < 1.5 * total
 
 
+@pytest.mark.semantics("S12")
 @pytest.mark.parametrize("chunk_size", [None, 1, 4])
 def test_hooks_on_parameters_fire_once_with_the_whole_gradient(chunk_size: int | None) -> None:
     model, expected = make_model(), eager_gradients()
@@ -108,6 +109,7 @@ def test_a_hook_may_change_the_gradient() -> None:
     assert_gradients(model, expected, factor=3)
 
 
+@pytest.mark.semantics("S10")
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_gradients_accumulate_over_backwards(chunk_size: int | None) -> None:
     model, expected = make_model(), eager_gradients()
@@ -138,6 +140,7 @@ def test_a_hook_that_raises_behaves_as_in_eager(chunk_size: int | None) -> None:
     assert_gradients(model, expected)
 
 
+@pytest.mark.semantics("S10")
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_a_second_backward_raises_what_eager_raises(chunk_size: int | None) -> None:
     model = make_model()
@@ -149,6 +152,7 @@ def test_a_second_backward_raises_what_eager_raises(chunk_size: int | None) -> N
             loss.backward()
 
 
+@pytest.mark.semantics("S15")
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_loss_scaling_is_a_factor_of_the_gradient(chunk_size: int | None) -> None:
     model, expected = make_model(), eager_gradients()

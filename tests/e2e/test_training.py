@@ -57,6 +57,7 @@ def test_training_in_chunks_is_exact(name: str, chunk_size: int, eager: Callable
     assert [counter for counter in koila.metrics.counter_names() if counter.startswith("fallback::")] == []
 
 
+@pytest.mark.semantics("S17")
 @pytest.mark.parametrize("name", ["gpt", "cnn"])
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_loss_read_before_backward(name: str, chunk_size: int | None) -> None:
@@ -71,6 +72,7 @@ def test_loss_read_before_backward(name: str, chunk_size: int | None) -> None:
         assert_exact(found, expected)
 
 
+@pytest.mark.semantics("S17")
 def test_one_joint_run_serves_an_item_that_backward_follows() -> None:
     """Learned demand: from the second step on, the loss that is read and its gradients come from the same run."""
     task = language(BATCH, torch.float64, steps=4, vocabulary=29)  # A program that no other test runs.

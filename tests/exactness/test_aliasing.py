@@ -197,6 +197,7 @@ def outcome(function: Program, dtype: torch.dtype, lazy: bool, chunk_size: int |
     return [value.detach(), x.grad, w.grad, torch.get_rng_state()]
 
 
+@pytest.mark.semantics("S2", "S3")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_unsplit_is_bit_identical(name: str) -> None:
     found = outcome(PROGRAMS[name], torch.float32, True, None)
@@ -204,6 +205,7 @@ def test_unsplit_is_bit_identical(name: str) -> None:
     assert [torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [True] * 4
 
 
+@pytest.mark.semantics("S2", "S3")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_in_chunks_is_exact(name: str) -> None:
     expected = outcome(PROGRAMS[name], torch.float64, False, None)
@@ -223,6 +225,7 @@ def test_programs_are_cut_and_not_run_whole() -> None:
     assert whole == []
 
 
+@pytest.mark.semantics("S2")
 def test_a_value_made_before_a_write_is_the_old_one_after_the_run() -> None:
     x = koila.lazy(torch.ones(3, 2))
     h = x * 2
@@ -232,6 +235,7 @@ def test_a_value_made_before_a_write_is_the_old_one_after_the_run() -> None:
     assert koila.run(h).tolist() == [[3.0, 3.0]] * 3
 
 
+@pytest.mark.semantics("S3")
 def test_a_view_of_an_input_sees_a_write_to_the_lazy_input() -> None:
     real = torch.zeros(3, 2)
     x = koila.lazy(real)
@@ -242,6 +246,7 @@ def test_a_view_of_an_input_sees_a_write_to_the_lazy_input() -> None:
     assert torch.equal(real, torch.ones(3, 2))
 
 
+@pytest.mark.semantics("S2")
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
 def test_an_input_written_in_place_is_written(chunk_size: int | None) -> None:
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,7 @@ def _labelled(s: Sizes) -> tuple[torch.Tensor, ...]:
     return s.x(s.B, s.T, s.D), s.y(s.B, high=s.D)
 
 
+@pytest.mark.semantics("S4")
 @table(
     _case("view(B*T)", lambda net, x: net(x.view(x.shape[0] * x.shape[1], -1)).view(x.shape).square()),
     _case("view(B*T) kept flat", lambda net, x: net(x.view(-1, x.shape[-1])).log_softmax(0)),

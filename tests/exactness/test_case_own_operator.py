@@ -107,6 +107,7 @@ def fresh() -> Iterator[None]:
 NETS = {"with a gradient": (_Net, ("smooth", "smooth_backward")), "without a gradient": (_Ranked, ("ranks",))}
 
 
+@pytest.mark.semantics("S9")
 @pytest.mark.parametrize("name", NETS)
 def test_own_operator_without_a_rule(name: str) -> None:
     net, _ = NETS[name]
@@ -117,6 +118,7 @@ def test_own_operator_without_a_rule(name: str) -> None:
     assert set(CALLS) <= {7, 4}
 
 
+@pytest.mark.semantics("S9")
 @pytest.mark.parametrize("name", NETS)
 def test_own_operator_with_a_rule(name: str) -> None:
     net, operators = NETS[name]
@@ -154,6 +156,7 @@ class _Square(torch.autograd.Function):
         return 3 * ctx.saved_tensors[0] * grad
 
 
+@pytest.mark.semantics("S13")
 def test_own_autograd_function() -> None:
     """Its backward is not the derivative of its forward: it must be the one that is called."""
     check(

@@ -87,6 +87,7 @@ def _trial(name: str, dtype: torch.dtype, seed: int) -> tuple[dict[str, float], 
     return _errors(net, halves, 1, truth), _errors(net, halves, None, truth)
 
 
+@pytest.mark.semantics("S4")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_half_precision_in_chunks_of_one(name: str, dtype: torch.dtype) -> None:
@@ -115,6 +116,7 @@ def test_half_precision_sums(dtype: torch.dtype) -> None:
     assert_split("sums")
 
 
+@pytest.mark.semantics("S4")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_half_precision_whole_is_eager(dtype: torch.dtype) -> None:
     sizes = Sizes(dtype=dtype)
@@ -130,6 +132,7 @@ def test_half_precision_whole_is_eager(dtype: torch.dtype) -> None:
     assert all(torch.equal(eager.gradients[name], mine.gradients[name]) for name in eager.gradients)
 
 
+@pytest.mark.semantics("S15")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_autocast(dtype: torch.dtype) -> None:
     """Parameters in float32, products in half: the merged gradient is no worse than eager's."""

@@ -105,6 +105,7 @@ def test_run_of_several_values_is_one_run() -> None:
     assert koila.metrics.counter_value("runs") == 1
 
 
+@pytest.mark.semantics("S17")
 def test_gradient_through_a_value_that_was_run() -> None:
     net, x = _made(PRIME)
     with koila.budget(chunk_size=2):
@@ -118,6 +119,7 @@ def test_gradient_through_a_value_that_was_run() -> None:
         assert_same(mine, p.grad, "gradient")
 
 
+@pytest.mark.semantics("S15")
 def test_run_under_no_grad_and_inference_mode() -> None:
     net, x = _made(PRIME)
     with torch.no_grad(), koila.budget(chunk_size=2):

@@ -90,6 +90,7 @@ def _input_gradient(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
     return F.cross_entropy(net(x.detach() + 0.1 * gradient.sign()), y)
 
 
+@pytest.mark.semantics("S11")
 @table(
     Case("WGAN-GP", _wgan_gp, _real_and_fake, _critic),
     Case("R1", _r1, _samples, _critic),
@@ -104,6 +105,7 @@ def test_double_backward(case: Case) -> None:
     verify(case)
 
 
+@pytest.mark.semantics("S11")
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_second_backward_through_create_graph() -> None:
     def program(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -213,6 +215,7 @@ class _Gan(nn.Module):
         self.critic = _critic(s)
 
 
+@pytest.mark.semantics("S21")
 @pytest.mark.parametrize("noise", ["randn_like", "given"])
 def test_gan_step(noise: str) -> None:
     def program(net: _Gan, real: torch.Tensor, given: torch.Tensor) -> Any:
@@ -233,6 +236,7 @@ def test_gan_step(noise: str) -> None:
     check(program, _real_and_fake, _Gan, backward=False)
 
 
+@pytest.mark.semantics("S21")
 def test_gan_step_with_noise_outside() -> None:
     """The noise is a real tensor: what is made from it alone runs eagerly."""
 
@@ -272,6 +276,7 @@ def _random(name: str, program: Callable[..., Any], **more: Any) -> Case:
     return Case(name, program, more.pop("inputs", _sequences), _linear, options=more)
 
 
+@pytest.mark.semantics("S19")
 @table(
     _random("dropout", lambda net, x: F.dropout(net(F.dropout(x, 0.3)), 0.5)),
     _random("dropout of one", lambda net, x: F.dropout(net(x), 1.0) + x),
@@ -316,6 +321,7 @@ def test_random(case: Case) -> None:
     verify(case)
 
 
+@pytest.mark.semantics("S10")
 def test_two_backwards_with_retained_graph() -> None:
     def program(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
         logits = net(x)
@@ -326,6 +332,7 @@ def test_two_backwards_with_retained_graph() -> None:
     check(program, _labelled, _classifier, backward=False)
 
 
+@pytest.mark.semantics("S10")
 def test_backward_with_a_seed() -> None:
     def program(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
         logits = net(x)

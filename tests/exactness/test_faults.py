@@ -174,6 +174,7 @@ def test_the_places_are_two_hundred() -> None:
     assert len(SETUPS) * PLACES_PER_SETUP == 200
 
 
+@pytest.mark.semantics("S20")
 @pytest.mark.parametrize(("name", "chunk", "kept"), SETUPS)
 def test_an_interrupt_leaves_the_state_as_it_was(name: str, chunk: int | None, kept: bool) -> None:
     task, expected = TASKS[name](), eager_state(name, kept)
@@ -289,6 +290,7 @@ def fail_in_hook(task: Task, kept: bool, chunk: int | None, lazy: bool, index: i
     handle.remove()
 
 
+@pytest.mark.semantics("S12")
 @pytest.mark.parametrize(("name", "chunk", "kept"), SETUPS)
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_that_raises_in_the_commit_behaves_as_in_eager(

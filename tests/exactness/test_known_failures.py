@@ -189,6 +189,7 @@ def body() -> nn.Module:
     return nn.Sequential(*layers, nn.BatchNorm1d(5)).double()
 
 
+@pytest.mark.semantics("S13")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("size", [None, 1, 2, 3])
 def test_checkpoint_with_batch_normalisation(size: int | None, use_reentrant: bool) -> None:

@@ -69,6 +69,7 @@ def test_a_teacher_in_eval_mode_does_not_see_later_statistics(chunk: int | None)
     same(program, chunk)
 
 
+@pytest.mark.semantics("S5")
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_detach_in_place_stops_the_gradient(chunk: int | None) -> None:
     def program(lazy: Any) -> Any:
@@ -81,6 +82,7 @@ def test_detach_in_place_stops_the_gradient(chunk: int | None) -> None:
     same(program, chunk)
 
 
+@pytest.mark.semantics("S18")
 def test_an_input_that_changes_between_forward_and_backward_is_an_error() -> None:
     layer, real = nn.Linear(3, 1), torch.ones(4, 3)
     with koila.budget(chunk_size=2):
@@ -91,6 +93,7 @@ def test_an_input_that_changes_between_forward_and_backward_is_an_error() -> Non
             loss.backward()
 
 
+@pytest.mark.semantics("S16")
 def test_held_gradients_are_bound_to_versions() -> None:
     layer = nn.Linear(3, 1)
     with koila.budget(chunk_size=2):
@@ -106,6 +109,7 @@ def test_held_gradients_are_bound_to_versions() -> None:
                 loss.backward()
 
 
+@pytest.mark.semantics("S3")
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_a_view_aliases_its_base_after_a_run(chunk: int | None) -> None:
     def program(lazy: Any) -> Any:
@@ -118,6 +122,7 @@ def test_a_view_aliases_its_base_after_a_run(chunk: int | None) -> None:
     same(program, chunk)
 
 
+@pytest.mark.semantics("S14")
 def test_a_frozen_parameter_that_is_thawed_before_the_run_is_an_error() -> None:
     frozen, head = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1)
     loss = head(frozen(koila.lazy(torch.randn(4, 3)))).sum()
@@ -126,6 +131,7 @@ def test_a_frozen_parameter_that_is_thawed_before_the_run_is_an_error() -> None:
         loss.backward()
 
 
+@pytest.mark.semantics("S2")
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_a_write_to_a_lazy_input_is_seen_at_once(chunk: int | None) -> None:
     def program(lazy: Any) -> Any:
@@ -165,6 +171,7 @@ def test_a_failed_run_does_not_poison_the_next(chunk: int | None) -> None:
         assert torch.equal(bn.running_mean, torch.zeros(3))  # type: ignore[arg-type]
 
 
+@pytest.mark.semantics("S8")
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_control_flow_on_a_loss(chunk: int | None) -> None:
     def program(lazy: Any) -> Any:
@@ -190,6 +197,7 @@ def test_truncated_backpropagation_through_time(chunk: int | None) -> None:
     same(program, chunk)
 
 
+@pytest.mark.semantics("S12")
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_hooks_on_lazy_values_are_called_once(chunk: int | None) -> None:
     def program(lazy: Any) -> Any:
@@ -204,6 +212,7 @@ def test_hooks_on_lazy_values_are_called_once(chunk: int | None) -> None:
     same(program, chunk)
 
 
+@pytest.mark.semantics("S12")
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_module_backward_hooks(chunk: int | None) -> None:
     def program(lazy: Any) -> Any:
@@ -230,6 +239,7 @@ def test_a_leaf_in_the_middle(chunk: int | None) -> None:
     same(program, chunk)
 
 
+@pytest.mark.semantics("S19")
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_random_numbers_in_a_transposed_layout(chunk: int | None) -> None:
     def program(lazy: Any) -> Any:
@@ -242,6 +252,7 @@ def test_random_numbers_in_a_transposed_layout(chunk: int | None) -> None:
     same(program, chunk)
 
 
+@pytest.mark.semantics("S16")
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_a_prediction_read_after_the_step(chunk: int | None) -> None:
     def program(lazy: Any) -> Any:
@@ -255,6 +266,7 @@ def test_a_prediction_read_after_the_step(chunk: int | None) -> None:
     same(program, chunk)
 
 
+@pytest.mark.semantics("S11")
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_double_backward_through_a_value_that_was_read(chunk: int | None) -> None:
     def program(lazy: Any) -> Any:
@@ -268,6 +280,7 @@ def test_double_backward_through_a_value_that_was_read(chunk: int | None) -> Non
     same(program, chunk)
 
 
+@pytest.mark.semantics("S20")
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_recorded_in_one_thread_and_run_in_another(chunk: int | None) -> None:
     def program(lazy: Any) -> Any:
@@ -282,6 +295,7 @@ def test_recorded_in_one_thread_and_run_in_another(chunk: int | None) -> None:
     same(program, chunk)
 
 
+@pytest.mark.semantics("S15")
 def test_autocast_keeps_its_cache_of_weights_through_nested_regions() -> None:
     def program(lazy: Any) -> Any:
         layer = nn.Linear(8, 8, dtype=torch.float32)
@@ -313,6 +327,7 @@ def test_an_in_place_activation_under_two_heads(chunk: int | None) -> None:
     same(program, chunk)
 
 
+@pytest.mark.semantics("S21")
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_gan_step(chunk: int | None) -> None:
     def program(lazy: Any) -> Any:

@@ -44,6 +44,7 @@ ATTRIBUTES = [
     "Evaluation",
     "ExecutionError",
     "KoilaError",
+    "KoilaWarning",
     "LazyFunction",
     "LazyTensor",
     "PlannedRun",

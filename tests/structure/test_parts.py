@@ -151,7 +151,8 @@ def _eager() -> None:
 
 
 def _default_budget() -> None:
-    koila.budget(0.5)
+    with koila.budget(0.5):
+        pass
 
 
 def _conversions() -> None:

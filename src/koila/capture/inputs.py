@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from koila.capture.advice import begin_program, note_worker, warn_of_batch, warn_of_nothing_lazy
 from koila.capture.carried import run_carried
 from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.patches import install
 from koila.capture.record import input_value
 from koila.errors import CaptureError
 from koila.ir.source import user_site
-from koila.ir.tree import rebuild
+from koila.ir.tree import leaves, rebuild
 
 
 class _Group:
@@ -26,6 +27,10 @@ class _Group:
         self.budget = budget
         self.size: int | None = None
         self.shape: tuple[int, ...] = ()
+        self.num_lazy = 0
+        """How many lazy tensors were found or made."""
+        self.shapes: list[tuple[int, ...]] = []
+        """Of those that were made."""
 
     def join(self, tensor: torch.Tensor, batch: int | None) -> int | None:
         """The tensor's batch dimension, or None if it has none."""
@@ -77,11 +82,14 @@ def _check_prefix(batch: Any) -> None:
 def _make_lazy(tree: Any, batch: Any, group: _Group) -> Any:
     _check_prefix(batch)
     if isinstance(tree, LazyTensor):
+        group.num_lazy += 1
         return tree
     if isinstance(tree, torch.Tensor):
         real = real_tensor(tree)
         if real.layout != torch.strided:
             return real
+        group.num_lazy += 1
+        group.shapes.append(tuple(real.shape))
         dim = group.join(real, batch if isinstance(batch, int) else None)
         return LazyTensor._wrap(input_value(real, dim, group.budget))
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
@@ -109,10 +117,30 @@ def make_lazy(values: tuple[Any, ...], batch: Any, budget: int | None = None) ->
     """See `koila.lazy`."""
     install()
     run_carried()
+    begin_program()
+    note_worker()
     group = _Group(budget)
     if len(values) == 1:
-        return _make_lazy(values[0], _single(batch, values[0]), group)
-    return tuple(_make_lazy(value, _member(batch, index), group) for index, value in enumerate(values))
+        found = _make_value(values[0], _single(batch, values[0]), group)
+    else:
+        found = tuple(_make_value(value, _member(batch, index), group) for index, value in enumerate(values))
+    # Tensors without dimensions have no batch, and the default names none for them.
+    if group.shapes and group.size is None and batch != 0 and _names_a_batch(batch):
+        warn_of_batch(batch, group.shapes)
+    return found
+
+
+def _make_value(value: Any, batch: Any, group: _Group) -> Any:
+    """One value of the call; it is said if nothing of it is lazy."""
+    before = group.num_lazy
+    found = _make_lazy(value, batch, group)
+    if group.num_lazy == before:
+        warn_of_nothing_lazy(value)
+    return found
+
+
+def _names_a_batch(batch: Any) -> bool:
+    return any(isinstance(leaf, int) for leaf in leaves(batch))
 
 
 def _single(batch: Any, value: Any) -> Any:

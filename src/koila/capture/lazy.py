@@ -6,6 +6,7 @@ reaches `__torch_dispatch__` was not recorded: it is run on real tensors and cou
 
 from __future__ import annotations
 
+import html
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ import torch
 
 from koila import events
 from koila._torch import autograd_again, make_wrapper
+from koila.capture.advice import begin_program, leaving_worker, note_worker
 from koila.capture.bridge import Bridge
 from koila.capture.carried import run_carried
 from koila.capture.lookup import implementation, lookup_method
@@ -51,6 +53,8 @@ class LazyTensor(torch.Tensor):
             return tensor
         install()
         run_carried()
+        begin_program()
+        note_worker()
         return LazyTensor._wrap(input_value(real_tensor(tensor), batch))
 
     @staticmethod
@@ -142,10 +146,16 @@ class LazyTensor(torch.Tensor):
         return id(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        prepass = self._value.prepass
-        state = "pending" if self._value.real is None else "ready"
-        grad = ", requires_grad=True" if self._value.requires_grad else ""
-        return f"LazyTensor({list(prepass.shape)}, dtype={prepass.dtype}, device={prepass.device}{grad}, {state})"
+        real, prepass = self._value.real, self._value.prepass
+        if real is None or self._value.storage.writers:
+            grad = ", requires_grad=True" if self._value.requires_grad else ""
+            return f"LazyTensor({list(prepass.shape)}, dtype={prepass.dtype}, device={prepass.device}{grad}, pending)"
+        indented = repr(real).replace("\n", "\n" + " " * len("LazyTensor("))
+        return f"LazyTensor({indented}, ready)"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: what `repr` shows, as it stands."""
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
     def __str__(self) -> str:
         return str(realize(self._value, "str"))
@@ -219,7 +229,7 @@ class LazyTensor(torch.Tensor):
         return lookup_method("__dlpack_device__")(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return lookup_method("__reduce_ex__")(self, protocol)
+        return leaving_worker(realize(self._value, "pickle")) or lookup_method("__reduce_ex__")(self, protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
         real = realize(self._value, "deepcopy")

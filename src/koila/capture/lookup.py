@@ -24,6 +24,7 @@ from koila._torch import (
     wrapper_stride,
     write_count,
 )
+from koila.capture.advice import warn_of_eager_program
 from koila.capture.bridge import Bridge
 from koila.capture.record import lazy_forward, realize, record
 from koila.capture.scan import scan_call
@@ -96,6 +97,7 @@ def _autograd_backward(
     keep = create_graph if retain_graph is None else retain_graph
     wanted = None if inputs is None else tuple(_unwrap(tensor) for tensor in _as_tuple(inputs))
     request = BackwardRequest(tuple(_unwrap(root) for root in roots), tuple(real), keep, create_graph, wanted)
+    warn_of_eager_program()
     Bridge.realizer.backward(request)
 
 

@@ -16,8 +16,11 @@ import torch
 
 from koila._torch import storage_key
 from koila.ir.node import Node, Storage, Value
+from koila.ir.source import Site
 from koila.ir.trie import TrieCache
 
+MAX_EAGER_CALLS = 100
+"""So many calls that ran eagerly are noted by name."""
 _epochs = itertools.count()
 _left: deque[tuple[list[Node], list[weakref.ref[Node]]]] = deque()
 """(effects, tape) of threads that have ended; the next thread that asks takes them over."""
@@ -38,6 +41,12 @@ class _Place(threading.local):
         self.count = 0
         self.effects: list[Node] = []
         self.tape: list[weakref.ref[Node]] = []
+        self.num_before = 0
+        """Results that were recorded before this epoch."""
+        self.eager_calls: list[tuple[str, str]] = []
+        """Calls that could not be recorded since the last `koila.lazy`, with the reason; the first of them only."""
+        self.started: tuple[Site, int] | None = None
+        """Where `koila.lazy` was called last, and how many results were recorded before."""
         self.not_carried: weakref.WeakSet[Value] = weakref.WeakSet()
         """Values that are not run before the next batch: that would free nothing, or failed once; see `carried`."""
         self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
@@ -71,8 +80,18 @@ class Recorder:
         """A run has happened: the next recorded call starts a new program."""
         self.place.trie.reset_current()
         self.place.epoch = next(_epochs)
+        self.place.num_before += self.place.count
         self.place.count = 0
         self.place.tape[:] = [reference for reference in self.place.tape if reference() is not None]
+
+    def num_recorded(self) -> int:
+        """How many results this thread has recorded in its life."""
+        return self.place.num_before + self.place.count
+
+    def note_eager(self, name: str, why: str) -> None:
+        """A call could not be recorded and runs at once."""
+        if len(self.place.eager_calls) < MAX_EAGER_CALLS:
+            self.place.eager_calls.append((name, why))
 
     @property
     def effects(self) -> list[Node]:
@@ -109,6 +128,7 @@ class Recorder:
         """Nothing that this thread has recorded is pending any more: no effect is done, nothing is run by `settle`."""
         self.forget_effects()
         self.place.tape.clear()
+        self.place.started = None
         self.new_epoch()
 
     def forget_effects(self) -> None:

@@ -204,6 +204,7 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
     name = function_name(func)
     events.count(f"eager::{name}", site=user_site())
     events.count(f"eager_because::{why}")
+    recorder.note_eager(name, why)
     operands = [operand for operand in scan.operands if isinstance(operand, Value)]
     budget = budget_of(operands)
     if any(value.real is None or value.storage.writers for value in operands):

@@ -15,6 +15,7 @@ from koila._budget import Budget, current_budget
 from koila.analysis.program import NotSplittable, program_of
 from koila.capture.lookup import BackwardRequest
 from koila.capture.pending import Recorder
+from koila.execution.advice import warn_of_closed_scope
 from koila.execution.attach import attached, count_fallback
 from koila.execution.commit import Binding, commit, give_up, is_from_user, restored_on_error, write_effects
 from koila.execution.evaluation import awaited
@@ -126,6 +127,8 @@ class Engine:
         task = self.task(values, request, detailed=any_forced())
         if task is None:
             return False
+        if task.job.budget.is_default:
+            warn_of_closed_scope(task.whole.graph, values)
         noted.follows = request is None and was_bound_last(v for node in task.own.graph.nodes for v in node.values())
         try:
             self._run(task, noted, seeds)

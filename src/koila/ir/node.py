@@ -10,18 +10,16 @@ write to their storages; nodes that nobody needs are garbage like any other Pyth
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 
+from koila._scopes import moments
 from koila._torch import write_count
 from koila.ir.prepass import Inference, PrePass
 from koila.ir.source import Site
-
-_sequence = itertools.count()
 
 
 class Storage:
@@ -164,7 +162,7 @@ class Node:
         self.context = context
         """Grad mode, autocast and default dtype at the time of the call."""
         self.site = site
-        self.sequence = next(_sequence)
+        self.sequence = next(moments)
         self.draws: list[Any] = []
         """One source per random operator inside the call."""
         self.failed = False

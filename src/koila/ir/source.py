@@ -27,6 +27,11 @@ class Site:
         self._offset = offset
 
     @property
+    def file(self) -> str:
+        """The file's name, as Python knows it."""
+        return self._code.co_filename
+
+    @property
     def line(self) -> int:
         """The line number."""
         for start, stop, line in self._code.co_lines():
@@ -35,7 +40,7 @@ class Site:
         return self._code.co_firstlineno
 
     def __str__(self) -> str:
-        return f"{self._code.co_filename}:{self.line}"
+        return f"{self.file}:{self.line}"
 
     __repr__ = __str__
 

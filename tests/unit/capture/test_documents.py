@@ -63,6 +63,7 @@ def test_a_batch_that_the_other_tensor_lacks_is_forgotten() -> None:
     assert x.batch is None
 
 
+@pytest.mark.semantics("S7")
 def test_a_deep_copy_keeps_batch_and_budget() -> None:
     x = copy.deepcopy(koila.lazy(torch.randn(8, 4), budget="1MiB"))
     assert x.batch == koila.BatchInfo(0, 8) and koila.graph(x + 1).budgets == [1 << 20]

@@ -58,6 +58,7 @@ QUIET: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.semantics("S1")
 @pytest.mark.parametrize("name", QUIET)
 def test_these_do_not_force(name: str, matrix: Any) -> None:
     QUIET[name](matrix)
@@ -66,6 +67,7 @@ def test_these_do_not_force(name: str, matrix: Any) -> None:
     assert koila.metrics.counter_value("runs") == 0
 
 
+@pytest.mark.semantics("S1")
 def test_sizes_are_plain_ints(matrix: Any) -> None:
     assert [type(size) for size in matrix.shape] == [int, int]
     assert matrix.view(matrix.shape[0] * matrix.shape[1]).shape == (6,)
@@ -89,6 +91,7 @@ FORCING: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
+@pytest.mark.semantics("S1")
 @pytest.mark.parametrize("name", FORCING)
 def test_these_force_once(name: str, scalar: Any) -> None:
     function, expected = FORCING[name]
@@ -99,12 +102,14 @@ def test_these_force_once(name: str, scalar: Any) -> None:
     assert koila.metrics.counter_value("runs") == 1, "the second time it is there"
 
 
+@pytest.mark.semantics("S1")
 def test_forced_values_name_the_line(scalar: Any) -> None:
     scalar.item()
     (site,) = koila.metrics.counter_sites("forced::item")
     assert "test_forcing.py:" in site
 
 
+@pytest.mark.semantics("S7")
 def test_torch_save_writes_a_real_tensor(scalar: Any) -> None:
     file = io.BytesIO()
     torch.save(scalar, file)
@@ -112,11 +117,13 @@ def test_torch_save_writes_a_real_tensor(scalar: Any) -> None:
     assert torch.load(file).item() == 3.0
 
 
+@pytest.mark.semantics("S7")
 def test_numpy_conversion(matrix: Any) -> None:
     numpy = pytest.importorskip("numpy")
     assert numpy.asarray(matrix).sum() == 30.0
 
 
+@pytest.mark.semantics("S8")
 @pytest.mark.parametrize(
     "function",
     [
@@ -133,11 +140,13 @@ def test_data_dependent_shapes_force_their_operands_and_go_on(function: Callable
     assert forced() != []
 
 
+@pytest.mark.semantics("S8")
 def test_a_lazy_condition_is_decided(matrix: Any) -> None:
     assert (matrix > 3).any()
     assert forced() == ["forced::__bool__"]
 
 
+@pytest.mark.semantics("S1")
 def test_a_print_shows_the_numbers(matrix: Any, capsys: pytest.CaptureFixture[str]) -> None:
     print(matrix.sum())
     assert capsys.readouterr().out == "tensor(30.)\n"

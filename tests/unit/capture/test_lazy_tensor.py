@@ -76,6 +76,7 @@ def test_size_shape_and_data() -> None:
     assert lazy.prepass().num_bytes == 16
 
 
+@pytest.mark.semantics("S5")
 def test_assigning_data_is_refused_with_a_way_out() -> None:
     with pytest.raises(koila.CaptureError, match=r"assigning \.data is not possible on a lazy tensor") as found:
         pending().data = torch.ones(4)
@@ -122,6 +123,7 @@ def test_batch_info_moves_to_another_dimension() -> None:
     assert koila.BatchInfo(0, 4).map(2) == koila.BatchInfo(2, 4)
 
 
+@pytest.mark.semantics("S13")
 def test_custom_autograd_functions_keep_their_backward() -> None:
     class Double(torch.autograd.Function):
         @staticmethod
@@ -137,6 +139,7 @@ def test_custom_autograd_functions_keep_their_backward() -> None:
     assert weight.grad.tolist() == [5.0] * 3
 
 
+@pytest.mark.semantics("S12")
 def test_hooks_on_lazy_values_are_called_once_with_the_whole_gradient() -> None:
     weight, seen = torch.ones(3, requires_grad=True), []
     for chunk_size in (None, 1):

@@ -26,6 +26,7 @@ def changed_shape(parameter: torch.Tensor) -> None:
     parameter.data = torch.zeros(5, 3)
 
 
+@pytest.mark.semantics("S18")
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("change", [changed_in_place, changed_storage, changed_shape])
 def test_a_changed_parameter_is_named_with_both_lines(change: Any, chunk_size: int | None) -> None:
@@ -41,6 +42,7 @@ def test_a_changed_parameter_is_named_with_both_lines(change: Any, chunk_size: i
     assert "koila.run(value) or koila.settle()" in text
 
 
+@pytest.mark.semantics("S18")
 def test_a_changed_input_is_stale() -> None:
     x = torch.ones(3)
     out = koila.lazy(x) + 1
@@ -49,6 +51,7 @@ def test_a_changed_input_is_stale() -> None:
         out.run()
 
 
+@pytest.mark.semantics("S18")
 def test_what_ran_before_the_change_is_not_stale() -> None:
     x = torch.ones(3)
     out = koila.lazy(x) + 1
@@ -57,6 +60,7 @@ def test_what_ran_before_the_change_is_not_stale() -> None:
     assert out.sum().item() == 6.0
 
 
+@pytest.mark.semantics("S16")
 def test_values_read_after_the_step_are_those_before_it() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=1.0)

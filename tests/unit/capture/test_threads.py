@@ -53,6 +53,7 @@ def often() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.semantics("S20")
 def test_statistics_of_two_modules_in_two_threads(often: None) -> None:
     def statistics(lazy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         norms = [nn.BatchNorm1d(4).double() for _ in range(2)]
@@ -115,6 +116,7 @@ def test_tracing_in_two_threads_leaves_nothing_behind(often: None) -> None:
     assert not _symbolic_trace._is_fx_tracing_flag
 
 
+@pytest.mark.semantics("S20")
 def test_a_run_does_what_its_own_thread_recorded() -> None:
     norm, reference = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     batches = [torch.randn(5, 3) for _ in range(2)]
@@ -142,6 +144,7 @@ def test_a_run_does_what_its_own_thread_recorded() -> None:
     assert torch.equal(norm.running_mean, reference.running_mean) and norm.num_batches_tracked == 2
 
 
+@pytest.mark.semantics("S20")
 def test_what_a_thread_left_pending_is_done_by_the_next_that_asks() -> None:
     norm, reference = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     x, kept = torch.randn(5, 3), []
@@ -153,6 +156,7 @@ def test_what_a_thread_left_pending_is_done_by_the_next_that_asks() -> None:
     assert "ready" in repr(kept[0])
 
 
+@pytest.mark.semantics("S20")
 def test_a_value_may_be_recorded_in_one_thread_and_run_in_another() -> None:
     weight = torch.ones(3, requires_grad=True)
     kept: list[Any] = []

@@ -46,6 +46,7 @@ RANDOM: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.semantics("S19")
 @pytest.mark.parametrize("chunk_size", [None, 1, 3])
 @pytest.mark.parametrize("name", RANDOM)
 def test_values_and_generator_are_eagers(name: str, chunk_size: int | None) -> None:
@@ -60,6 +61,7 @@ def test_values_and_generator_are_eagers(name: str, chunk_size: int | None) -> N
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.semantics("S19")
 def test_a_value_that_is_never_read_still_consumes_its_numbers() -> None:
     torch.manual_seed(3)
     F.dropout(torch.ones(7))
