@@ -97,5 +97,8 @@ class Realizer(Protocol):
     def before_step(self, parameters: Sequence[Any]) -> None:
         """An optimizer is about to change these parameters."""
 
+    def is_passed_by(self, value: Any) -> bool:
+        """Whether gradients of results that a run in chunks has given pass through this value, out of its sight."""
+
     def batch_of(self, value: Any) -> BatchInfo | None:
         """The batch dimension that the analysis finds in a value."""

@@ -73,6 +73,8 @@ make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 """Shape, strides and dtype without storage. Look at: torch/csrc/autograd/python_variable.cpp, its signature grows."""
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """The real method inside `__torch_function__`. Look at: torch/overrides.py, whose notes describe it."""
+is_function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+"""Whether a mode (`with torch.device(...)`) sees every call. Look at: torch/overrides.py."""
 wrapper_size: Any = torch._C.TensorBase.size
 """What a wrapper itself says of its sizes. Look at: torch/csrc/autograd/python_variable.cpp."""
 wrapper_stride: Any = torch._C.TensorBase.stride
@@ -116,24 +118,8 @@ def ordinary_dispatch() -> AbstractContextManager[Any]:
     return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
-# State that a recorded call carries. Public readers have a Python layer, and every recorded call asks all of them.
+# State that a recorded call carries; see `switches` for the rest of it.
 
-is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
-"""`torch.backends.mkldnn.enabled` at the time of recording. Look at: torch/backends/mkldnn/__init__.py."""
-is_flash_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
-"""`torch.backends.cuda.flash_sdp_enabled()`. Look at: torch/backends/cuda/__init__.py."""
-is_mem_efficient_enabled: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
-"""`torch.backends.cuda.mem_efficient_sdp_enabled()`. Look at: torch/backends/cuda/__init__.py."""
-is_math_enabled: Callable[[], bool] = torch._C._get_math_sdp_enabled
-"""`torch.backends.cuda.math_sdp_enabled()`. Look at: torch/backends/cuda/__init__.py."""
-enable_mkldnn: Callable[[bool], None] = torch._C._set_mkldnn_enabled
-"""The switch behind `torch.backends.mkldnn.flags`. Look at: torch/backends/mkldnn/__init__.py."""
-enable_flash: Callable[[bool], None] = torch._C._set_sdp_use_flash
-"""The switch behind `enable_flash_sdp`. Look at: torch/backends/cuda/__init__.py."""
-enable_mem_efficient: Callable[[bool], None] = torch._C._set_sdp_use_mem_efficient
-"""The switch behind `enable_mem_efficient_sdp`. Look at: torch/backends/cuda/__init__.py."""
-enable_math: Callable[[bool], None] = torch._C._set_sdp_use_math
-"""The switch behind `enable_math_sdp`. Look at: torch/backends/cuda/__init__.py."""
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """One question for all devices, mostly answered with no. Look at: torch/csrc/autograd/init.cpp."""
 

@@ -144,6 +144,7 @@ def _on_graph(method: Handler) -> Handler:
     """Hooks: recorded at their place in the program, called by autograd in the run, never while tracing."""
 
     def note(self: Any, *args: Any) -> Any:
+        _check_not_passed_by(self._value, method.__name__)
         if self._value.real is not None:
             return method(self._value.real, *args)
         hooks: OrderedDict[int, Any] = OrderedDict()
@@ -156,6 +157,16 @@ def _on_graph(method: Handler) -> Handler:
         return handle if args else None
 
     return note
+
+
+def _check_not_passed_by(value: Value, what: str) -> None:
+    """What was computed from a value in chunks does not pass through it any more: a hook there would be dropped."""
+    if value.requires_grad and Bridge.realizer.is_passed_by(value):
+        raise CaptureError(
+            f"{what} on a value from which others were computed in chunks already: their gradients do not pass there",
+            where=str(user_site()),
+            hint="call it before anything that needs the value is read (.item()), or read that without a budget",
+        )
 
 
 def _while_registered(hooks: Mapping[int, Any], key: int, hook: Handler) -> Handler:
@@ -187,7 +198,10 @@ def _refused(what: str, hint: str) -> Handler:
 
 
 def _grad_fn(self: Any) -> Any:
-    return realize(self._value, "grad_fn").grad_fn if self._value.requires_grad else None
+    if not self._value.requires_grad:
+        return None
+    _check_not_passed_by(self._value, "grad_fn")
+    return realize(self._value, "grad_fn").grad_fn
 
 
 def _iterate(self: Any) -> Any:

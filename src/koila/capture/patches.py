@@ -16,8 +16,10 @@ import torch
 import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from koila._torch.switches import watch_precision
 from koila.capture.bridge import Bridge
 from koila.capture.distributed import install_distributed
+from koila.capture.fused import patch_fused_modules
 from koila.capture.pending import recorder
 from koila.capture.purity import Verdict, verdict_on
 from koila.capture.record import lazy_forward, run_eagerly
@@ -131,34 +133,6 @@ def _patch_state() -> None:
         setattr(torch.nn.Module, name, wraps(original)(settled))
 
 
-class _WholeModule(OwnedCall):
-    """A module that fuses its work on plain tensors: recorded as one call, its parameters among the operands."""
-
-    __slots__ = ()
-
-    def __call__(self, state: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-        return torch.func.functional_call(self.owner, state, tuple(args), kwargs)
-
-
-def _patch_fast_paths() -> None:
-    """Without gradients, these modules decide by `has_torch_function` whether to fuse: let them decide in the run."""
-    for kind in (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention):
-        original = kind.forward
-
-        def forward(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            if self.training or not _has_lazy((args, kwargs)) or _differentiates(self, args, kwargs):
-                return _original(self, *args, **kwargs)
-            state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-            return lazy_forward(_WholeModule(self, type(self).__name__), state, args, kwargs)
-
-        kind.forward = wraps(original)(forward)  # type: ignore[method-assign]
-
-
-def _differentiates(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
-    tensors = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    return torch.is_grad_enabled() and any(t.requires_grad for t in (*module.parameters(), *tensors))
-
-
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     Bridge.realizer.before_step([p for group in optimizer.param_groups for p in group["params"]])
 
@@ -176,7 +150,8 @@ def install() -> None:
             _patch_function()
             _patch_checkpoint()
             _patch_state()
-            _patch_fast_paths()
+            patch_fused_modules()
+            watch_precision()
             install_distributed()
             register_optimizer_step_pre_hook(_before_step)
             _installed.append(True)

@@ -225,7 +225,7 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or any(leaf is original for original in scan.originals):
             return leaf
-        if leaf.layout != torch.strided:
+        if leaf.layout != torch.strided or leaf.is_nested:
             return leaf
         if id(leaf) in back:
             return back[id(leaf)]

@@ -25,6 +25,7 @@ from koila.execution.jobs import Pending, Task, accumulating, held_bytes, task_f
 from koila.execution.out_of_memory import note_failure, retried_once, run_until_it_fits
 from koila.execution.results import run_split, stream_split
 from koila.execution.seeds import Given, given_seeds, seeds_of
+from koila.execution.segment import is_passed_by
 from koila.execution.steps import Step, remember, step, was_bound_last
 from koila.execution.whole_run import run_whole, written_leaves
 from koila.interfaces import BatchInfo
@@ -78,6 +79,10 @@ class Engine:
         if due:
             events.forced("optimizer step", user_site())
             self.materialize(due, "optimizer step")
+
+    def is_passed_by(self, value: Value) -> bool:
+        """Whether gradients of results that a run in chunks has given pass through this value, out of its sight."""
+        return is_passed_by(value)
 
     def batch_of(self, value: Value) -> BatchInfo | None:
         """Trace and type the program behind a value; nothing is run."""

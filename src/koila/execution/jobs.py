@@ -18,6 +18,7 @@ from koila.execution.commit import leaves_behind
 from koila.execution.evaluation import Evaluation
 from koila.execution.history import expects_backward
 from koila.execution.whole_run import written_leaves
+from koila.ir.ambient import Context, current_context
 from koila.ir.graph import Graph, collect
 from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import HOOKS, Node, Value
@@ -143,7 +144,13 @@ class _Making:
         own, others = self.needed.apart()
         if not own.nodes:  # Nothing but effects.
             return others[0], others[1:]
-        return collect([*self.due, *self._beside(own)], [n for n in self.pending.effects if n in own.positions]), others
+        effects = [node for node in self.pending.effects if node in own.positions]
+        return collect([*self.due, *self._beside(own)], [*effects, *self._hooks(own)]), others
+
+    def _hooks(self, own: Graph) -> list[Node]:
+        """Hooks on values of the program, also those that were registered after the values were used."""
+        hooks = (node for node in self.pending.nodes if node.func in HOOKS)
+        return [node for node in hooks if any(value in own.produced for value in node.values())]
 
     def _beside(self, own: Graph) -> list[Value]:
         """Values that the user holds and that are made from the same calls: an accuracy beside a loss."""
@@ -227,6 +234,16 @@ def _why_whole(graph: Graph, request: BackwardRequest | None) -> str | None:
         return "requires_grad_() on a lazy value makes a leaf that collects its own gradient"
     if request is not None and request.create_graph:
         return "create_graph=True needs the graph of the whole run"
+    return _why_whole_now({node.context for node in graph.nodes})
+
+
+def _why_whole_now(recorded: set[Context]) -> str | None:
+    """What is in force now, or was when calls were recorded, that a run in chunks would not respect."""
+    now = current_context()
+    if now.anomaly or any(context.anomaly for context in recorded):
+        return "anomaly mode looks at the gradient of every call"
+    if any(context.kernels != now.kernels for context in recorded):
+        return "settings of PyTorch's kernels were changed after calls were recorded"
     return None
 
 

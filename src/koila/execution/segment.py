@@ -8,6 +8,8 @@ PyTorch steals them instead of copying.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,12 +17,40 @@ import torch
 
 from koila._torch import keeps_graph
 from koila.execution.history import BackwardHistory
+from koila.ir.graph import Graph
+from koila.ir.node import Value
 
 Gradients = list[torch.Tensor | None]
 
 
+class _Alive:
+    """Segments through which a backward pass may still come."""
+
+    def __init__(self) -> None:
+        self._states: weakref.WeakSet[SegmentState] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, state: SegmentState) -> None:
+        with self._lock:
+            self._states.add(state)
+
+    def all(self) -> list[SegmentState]:
+        with self._lock:
+            return list(self._states)
+
+
+_alive = _Alive()
+
+
+def is_passed_by(value: Value) -> bool:
+    """Whether a backward pass may come that goes through a value inside of a segment, where no hook is called."""
+    return any(state.passes_by(value) for state in _alive.all())
+
+
 class Rerun(Protocol):
     """The program of a segment, ready to be run again for its gradients."""
+
+    own: Graph
 
     def check_fresh(self) -> None:
         """Raise if an input was changed since the forward pass (Rule 5)."""
@@ -42,6 +72,12 @@ class SegmentState:
         """Gradients for `seeds`, computed with the values."""
         self.seeds: tuple[torch.Tensor | None, ...] = ()
         """For each output the seed that `held` was computed with; None if it was not differentiated."""
+        _alive.add(self)
+
+    def passes_by(self, value: Value) -> bool:
+        """Whether the value is computed inside of the segment, and is none of its results."""
+        own = None if self._rerun is None else self._rerun.own
+        return own is not None and value in own.produced and value not in own.outputs
 
     def gradients(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The gradients for what the engine brings."""

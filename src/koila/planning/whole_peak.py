@@ -129,8 +129,9 @@ def _replayed(graph: Graph, roots: Sequence[Value]) -> FakeTracker:
 
         replay(calls, environment, lookup_for, numbers, free)
         tracker.place = None  # A backward pass.
-        for root in roots:
-            environment[root].backward(torch.ones_like(environment[root]), retain_graph=root is not roots[-1])
+        with torch.autograd.set_detect_anomaly(False):  # It would look for NaN in fake gradients.
+            for root in roots:
+                environment[root].backward(torch.ones_like(environment[root]), retain_graph=root is not roots[-1])
     return tracker
 
 

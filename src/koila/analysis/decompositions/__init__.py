@@ -1,7 +1,8 @@
 """Decompositions for a split: operators that mix the batch, rewritten as reductions and pointwise operators.
 
 *Takes* nothing. *Gives* a `decomposition_table` for `make_fx`: losses with their reductions, `mean`, batch
-normalisation, and constants that only look at a tensor's shape. Everything else keeps eager's own kernel.
+normalisation, the fused layers of transformers, and constants that only look at a tensor's shape. Everything else
+keeps eager's own kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from koila._torch import OpOverload, get_decompositions
-from koila.analysis.decompositions import batch_norm, factories, losses, means
+from koila.analysis.decompositions import attention, batch_norm, factories, losses, means
 
 __all__ = ["decompositions"]
 
@@ -47,6 +48,8 @@ _OWN: dict[OpOverload, Callable[..., Any]] = {
     aten.binary_cross_entropy.default: losses.binary_cross_entropy,
     aten.binary_cross_entropy_backward.default: losses.binary_cross_entropy_backward,
     aten.binary_cross_entropy_with_logits.default: losses.binary_cross_entropy_with_logits,
+    aten._native_multi_head_attention.default: attention.native_multi_head_attention,
+    aten._transformer_encoder_layer_fwd.default: attention.transformer_encoder_layer_fwd,
     aten.native_batch_norm.default: batch_norm.native_batch_norm,
     aten.native_batch_norm_backward.default: batch_norm.native_batch_norm_backward,
     aten._native_batch_norm_legit.default: batch_norm.native_batch_norm,

@@ -1,0 +1,99 @@
+"""The ambient state of a call: all that PyTorch reads beside the arguments, as it was when the call was recorded.
+
+*Takes* PyTorch's modes and switches. *Gives* a frozen `Context`, the same object for equal states, that can be entered
+again when the call runs: in the recorded mode a late call is eager's call. What a module knows (`training`) is no part
+of it: a module's Python runs at the call. Switches hold for the whole process; they are only touched where they have
+changed in between.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from koila._torch import is_any_autocast_enabled
+from koila._torch.switches import FIRST_OF_KERNELS, read_switches, set_switches
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The ambient state under which a call was recorded."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    """(device type, dtype, weight cache) of each enabled autocast."""
+    nested: bool
+    """Whether it is inside any autocast region, enabled or not: the cache of cast weights lives as long."""
+    default_dtype: torch.dtype
+    anomaly: bool
+    """Whether autograd notes where each of its nodes was made."""
+    switches: tuple[Any, ...]
+    """Fused kernels that are allowed, deterministic algorithms, precision of products: see `koila._torch.switches`."""
+
+    @property
+    def kernels(self) -> tuple[Any, ...]:
+        """Those switches that kernels read while they run; a traced program must run under the same."""
+        return self.switches[FIRST_OF_KERNELS:]
+
+    def enter_region(self) -> ExitStack:
+        """The outermost autocast region; its cache of cast weights lives until the stack is closed."""
+        stack = ExitStack()
+        if self.nested:
+            torch.autocast_increment_nesting()
+            stack.callback(_leave_region)
+        return stack
+
+    def enter(self) -> ExitStack:
+        """The rest of the context, entered; leave it by closing the stack."""
+        stack = ExitStack()
+        for device_type, dtype, cache in self.autocast:
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=cache))
+        if not self.autocast and torch.is_autocast_enabled("cpu"):
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.inference_mode(self.inference))
+        stack.enter_context(torch.set_grad_enabled(self.grad))
+        if torch.is_anomaly_enabled() != self.anomaly:
+            stack.enter_context(torch.autograd.set_detect_anomaly(self.anomaly, torch.is_anomaly_check_nan_enabled()))
+        now = read_switches()
+        if now != self.switches:
+            stack.callback(set_switches, now)
+            set_switches(self.switches)
+        if torch.get_default_dtype() != self.default_dtype:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.default_dtype)
+        return stack
+
+
+def _leave_region() -> None:
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+
+
+def _in_region() -> bool:
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting() > 0)
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "privateuseone")
+_contexts: dict[tuple[Any, ...], Context] = {}
+
+
+def current_context() -> Context:
+    """The ambient state now; equal states are the same object."""
+    autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
+    if is_any_autocast_enabled():
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in _AUTOCAST_DEVICES
+            if torch.is_autocast_enabled(kind)
+        )
+    key = (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, _in_region(),
+        torch.get_default_dtype(), torch.is_anomaly_enabled(), read_switches(),
+    )  # fmt: skip
+    found = _contexts.get(key)
+    return found if found is not None else _contexts.setdefault(key, Context(*key))

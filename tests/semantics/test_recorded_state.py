@@ -1,0 +1,192 @@
+"""All that a call reads beside its arguments is that of the time of recording."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+import koila
+from tests.semantics.modes import MODES, Scope, assert_same, plain
+
+pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # PyTorch's own switch warns.
+
+
+@contextmanager
+def _set(change: Callable[[Any], None], before: Any, after: Any) -> Iterator[None]:
+    change(after)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+def _allow_tf32(flag: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = flag
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "no_grad": (torch.no_grad, torch.is_grad_enabled),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.is_autocast_enabled("cpu")),
+    "default dtype": (
+        lambda: _set(torch.set_default_dtype, torch.float32, torch.float64),
+        torch.get_default_dtype,
+    ),
+    "deterministic": (lambda: _set(torch.use_deterministic_algorithms, False, True), _deterministic),
+    "deterministic, warns": (
+        lambda: _set(lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode > 1), 0, 2),
+        _deterministic,
+    ),
+    "matmul precision": (
+        lambda: _set(torch.set_float32_matmul_precision, "highest", "medium"),
+        torch.get_float32_matmul_precision,
+    ),
+    "TF32": (lambda: _set(_allow_tf32, True, False), lambda: torch.backends.cudnn.allow_tf32),
+    "fp32_precision": (
+        lambda: _set(lambda value: setattr(torch.backends.mkldnn.conv, "fp32_precision", value), "none", "bf16"),
+        lambda: torch.backends.mkldnn.conv.fp32_precision,
+    ),
+    "oneDNN": (lambda: torch.backends.mkldnn.flags(enabled=False), lambda: torch.backends.mkldnn.enabled),
+    "attention": (lambda: sdpa_kernel(SDPBackend.MATH), torch.backends.cuda.flash_sdp_enabled),
+    "anomaly": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
+}
+"""For each state, a scope that changes it and what reads it."""
+
+
+@pytest.mark.semantics("S15")
+@pytest.mark.parametrize("name", STATES)
+def test_a_late_call_finds_the_state_of_its_recording(name: str) -> None:
+    scope, read = STATES[name]
+    seen: list[Any] = []
+
+    def probe(x: torch.Tensor) -> torch.Tensor:
+        if has_torch_function_unary(x):
+            found: torch.Tensor = handle_torch_function(probe, (x,), x)
+            return found
+        seen.append(read())
+        return x + 1
+
+    outside = read()
+    with scope():
+        inside = read()
+        value = probe(koila.lazy(torch.zeros(3)))
+    assert inside != outside
+    seen.clear()  # Shapes were inferred at the call.
+    assert torch.equal(value.run(), torch.ones(3))
+    assert seen == [inside]
+    assert read() == outside
+    with scope():
+        value = probe(koila.lazy(torch.zeros(3)))
+        value = value + 1
+    seen.clear()
+    outer = probe(value)
+    assert torch.equal(outer.run(), torch.full((3,), 3.0))
+    assert seen[-2:] == [inside, outside]
+
+
+@pytest.mark.semantics("S15")
+@MODES
+def test_settings_of_kernels_that_changed_in_between_are_respected(scope: Scope) -> None:
+    def loss_of(lazy: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net, x = nn.Conv1d(3, 4, 3), torch.randn(7, 3, 8)
+        with torch.backends.mkldnn.flags(enabled=False):
+            loss = net(lazy(x)).square().sum()
+        loss.backward()
+        return [loss.detach() + 0, *(parameter.grad for parameter in net.parameters())]  # type: ignore[misc]
+
+    wanted = loss_of(plain)
+    with scope():
+        found = [koila.run(tensor) for tensor in loss_of(koila.lazy)]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def _layer(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    return module(x)
+
+
+def _attention(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    found, weights = module(x, x, x)
+    return found.sum(-1) + weights.sum(-1)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] = {
+    "layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True), _layer),
+    "layer, norm first, gelu": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.5, "gelu", batch_first=True, norm_first=True),
+        _layer,
+    ),
+    "encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.5, batch_first=True), 2, nn.LayerNorm(8)),
+        _layer,
+    ),
+    "attention": (lambda: nn.MultiheadAttention(8, 2, 0.5, batch_first=True), _attention),
+}
+
+
+@pytest.mark.semantics("S15")
+@MODES
+@pytest.mark.parametrize("name", MODULES)
+def test_eval_then_train(name: str, scope: Scope) -> None:
+    """The usual end of a validation loop: what was computed in `eval()` is asked for after `train()`."""
+    make, call = MODULES[name]
+    torch.manual_seed(0)
+    module, x = make().double().eval(), torch.randn(7, 5, 8, dtype=torch.float64)
+    with torch.no_grad(), scope():
+        wanted, found = call(x, module), call(koila.lazy(x), module)
+        assert isinstance(found, koila.LazyTensor)
+        module.train()
+        state = torch.get_rng_state()
+        assert_same(found.run(), wanted)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.semantics("S15")
+@MODES
+def test_train_then_eval(scope: Scope) -> None:
+    """Dropout and batch normalisation that were recorded in `train()` run so after `eval()`."""
+
+    def step(lazy: Any) -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+        loss = net(lazy(torch.randn(7, 4, dtype=torch.float64))).square().sum()
+        net.eval()
+        loss.backward()
+        return [*(p.grad for p in net.parameters()), *net.buffers(), torch.get_rng_state().double()]
+
+    with scope():
+        found = step(koila.lazy)
+    assert_same(found, step(plain))
+
+
+@pytest.mark.semantics("S15", "S12")
+@MODES
+@pytest.mark.parametrize("masks", [("key",), ("attention",), ("key", "attention")], ids="+".join)
+def test_fused_modules_with_masks_and_hooks(masks: tuple[str, ...], scope: Scope) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double().eval()
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(7, 5, 8, dtype=torch.float64), torch.arange(5) >= torch.tensor([[5, 4, 3, 5, 2, 1, 5]]).T
+    causal = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+    options = {"src_key_padding_mask": padding if "key" in masks else None}
+    mask = causal if "attention" in masks else None
+    seen: list[int] = []
+    with torch.no_grad(), scope(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*nested tensors.*")
+        for hooked in (False, True):
+            if hooked:
+                layer.linear1.register_forward_hook(lambda module, args, result: seen.append(result.dim()))
+            assert_same(layer(koila.lazy(x), mask, **options), layer(x, mask, **options))
+            assert_same(encoder(koila.lazy(x), mask, **options), encoder(x, mask, **options))
+    assert seen == [3, 3]  # Once for each call of the layer.
