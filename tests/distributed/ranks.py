@@ -39,10 +39,11 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 """Arguments of `koila.budget`; a tuple has an entry for each rank."""
 
 
-def differences_of_ranks(worker: Worker, folder: Path) -> list[str]:
-    """Run a worker in two ranks, and return what they found different."""
+def assert_no_differences(worker: Worker, folder: Path) -> None:
+    """Run a worker in two ranks; fail with what they found different."""
     mp.spawn(_rank, (worker, str(folder)), nprocs=WORLD_SIZE)
-    return [line for rank in range(WORLD_SIZE) for line in json.loads((folder / f"{rank}.json").read_text())]
+    found = [line for rank in range(WORLD_SIZE) for line in json.loads((folder / f"{rank}.json").read_text())]
+    assert not found, "\n".join(found)
 
 
 def _rank(rank: int, worker: Worker, folder: str) -> None:

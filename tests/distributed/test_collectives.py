@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import koila
 from tests.distributed import collectives
-from tests.distributed.ranks import compare, differences_of_ranks
+from tests.distributed.ranks import assert_no_differences, compare
 
 
 def worker(rank: int) -> list[str]:
@@ -34,7 +34,7 @@ def counted(rank: int) -> list[str]:
 
 @pytest.mark.semantics("S9")
 def test_collectives_equal_eager(tmp_path: Path) -> None:
-    assert differences_of_ranks(worker, tmp_path) == []
+    assert_no_differences(worker, tmp_path)
 
 
 def test_no_collective_is_left_out() -> None:
