@@ -20,7 +20,15 @@ import torch
 from torch import fx
 
 from koila import events
-from koila._torch import FakeTensorMode, OpOverload, get_proxy_mode, graph_root, make_fx, schema_of
+from koila._torch import (
+    FakeTensorMode,
+    OpOverload,
+    get_proxy_mode,
+    graph_root,
+    make_fx,
+    schema_of,
+    without_saved_tensors_hooks,
+)
 from koila.analysis.decompositions import decompositions
 from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
@@ -74,6 +82,8 @@ class Joint:
     """Then the new values of these leaves, which the program writes to."""
     pinned: tuple[tuple[int, int, float], ...]
     """(node, position, value) of floats that could not be found again: the graph holds for these values only."""
+    completed: tuple[int, ...] = ()
+    """The leaves of `wrt` in the order in which autograd completes their gradients: the order of hooks on them."""
 
 
 def _leaf_index(graph: Graph) -> dict[int, int]:
@@ -143,6 +153,7 @@ class _Program:
         self.graph, self.demand, self.inputs, self.written = graph, demand, inputs, written
         self.marks = _Marks(graph)
         self.index = _leaf_index(graph)
+        self.completed: list[int] = []
 
     def __call__(self, *tensors: torch.Tensor) -> list[Any]:
         by_input = dict(zip(self.inputs, tensors, strict=True))
@@ -185,6 +196,8 @@ class _Program:
         roots = [wanted[number] for number in self.demand.roots]
         seeds = [by_input[Input("seed", number)] for number in range(len(roots))]
         wrt = [leaves[number] for number in self.demand.wrt]
+        for number in (number for number in self.demand.wrt if leaves[number].requires_grad):
+            leaves[number].register_hook(lambda _, number=number: self.completed.append(number))
         return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True))
 
 
@@ -229,7 +242,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [_fake(mode, prepass) for _, prepass in pairs]
     program = _Program(graph, demand, inputs, written)
-    with torch.enable_grad(), mode:
+    with torch.enable_grad(), mode, without_saved_tensors_hooks():
         module = make_fx(program, table)(*fakes)
     if any(_is_mutable(node) for node in module.graph.nodes):
         module = _functionalise(module, fakes, mode, table)
@@ -241,7 +254,8 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
     _check_functional(module)
     events.count("traces")
     pinned = _place_slots(module, program.marks, graph)
-    return Joint(module, inputs, len(graph.outputs), demand.wrt, written, pinned)
+    completed = tuple(dict.fromkeys(program.completed))
+    return Joint(module, inputs, len(graph.outputs), demand.wrt, written, pinned, completed)
 
 
 def _is_mutable(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._torch import storage_key
+from koila._torch import accumulation_hooks, storage_key, tensor_hooks
 from koila.errors import StaleInputError
 from koila.execution.evaluation import connected_leaves
 from koila.execution.history import history_of
@@ -44,7 +44,7 @@ def attached(job: Job, decision: Decision, results: Results, seeds: Seeds) -> di
         if is_root and results.gradients:
             _hold(state, job, results, own, leaves)
             state.seeds = tuple(seeds[job.demand.roots.index(index)] for index in group)
-        tensors = attach(state, values, [own.leaves[leaf] for leaf in leaves])
+        tensors = attach(state, values, _in_order([own.leaves[leaf] for leaf in leaves], graph, decision))
         bound.update(zip((graph.outputs[index] for index in group), tensors, strict=True))
     return bound
 
@@ -57,6 +57,21 @@ def _groups(job: Job, results: Results) -> list[tuple[int, ...]]:
         if job.graph.outputs[index].requires_grad and index not in roots:
             siblings.setdefault(job.graph.outputs[index].node, []).append(index)
     return [*([roots] if roots else []), *(tuple(group) for group in siblings.values())]
+
+
+def _in_order(leaves: list[torch.Tensor], graph: Graph, decision: Decision) -> list[torch.Tensor]:
+    """Leaves that receive their gradients in eager's order, if a hook of the user's could tell.
+
+    A segment hands over all gradients at once. Autograd goes on with the node that was made last, so each leaf gets a
+    node of its own, made in the opposite order.
+    """
+    if decision.facts is None or sum(bool(tensor_hooks(leaf) or accumulation_hooks(leaf)) for leaf in leaves) < 2:
+        return leaves
+    place = {id(graph.leaves[leaf]): number for number, leaf in enumerate(decision.facts.joint.completed)}
+    last_first = sorted(leaves, key=lambda leaf: place.get(id(leaf), len(place)), reverse=True)
+    with torch.enable_grad():
+        nodes = {id(leaf): leaf.view_as(leaf) for leaf in last_first}
+    return [nodes[id(leaf)] for leaf in leaves]
 
 
 def _hold(state: SegmentState, job: Job, results: Results, own: Graph, leaves: tuple[int, ...]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from koila import events
 from koila._budget import Budget, current_budget
+from koila._torch import without_saved_tensors_hooks
 from koila.analysis.program import NotSplittable, program_of
 from koila.capture.lookup import BackwardRequest
 from koila.capture.pending import Recorder
@@ -165,7 +166,8 @@ class Engine:
         if decision.fallback is not None:
             count_fallback(decision.fallback)
         with restored_on_error(written_leaves(graph) if request else (), unless=is_from_user):
-            binding = self._whole(task) if is_whole else self._split(task, decision, noted, seeds)
+            with without_saved_tensors_hooks():  # Calls that were recorded did not see them.
+                binding = self._whole(task) if is_whole else self._split(task, decision, noted, seeds)
             if request is not None:
                 # A split run changes no gradient before its commit, which is PyTorch's own addition: no copies.
                 changing = accumulating(request, graph)
