@@ -10,8 +10,10 @@ import torch
 import koila
 from koila._warnings import forget_warnings
 from koila.capture.pending import recorder
+from tests.seeding import seed_present_devices_only
 
 torch.set_num_threads(1)
+seed_present_devices_only()
 
 
 @pytest.fixture(autouse=True)

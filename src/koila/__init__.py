@@ -12,7 +12,7 @@ give them; some are attributes here as well, for `isinstance` and for annotation
 
 from koila import _torch as _torch
 from koila import errors
-from koila._api import eager, explain, graph, keep, last_report, lazy, plan, reports, rule, run, settle, stream
+from koila._api import eager, explain, graph, keep, last_report, lazy, plan, pure, reports, rule, run, settle, stream
 from koila._budget import budget
 from koila.capture.eager import EagerTensor as EagerTensor
 from koila.capture.lazy import LazyTensor as LazyTensor
@@ -55,6 +55,7 @@ __all__ = [
     "metrics",
     "plan",
     "progress",
+    "pure",
     "reports",
     "rule",
     "run",

@@ -22,7 +22,8 @@ from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.lookup import BackwardRequest
 from koila.capture.patches import install
 from koila.capture.pending import recorder
-from koila.errors import KoilaError
+from koila.capture.purity import declare_pure
+from koila.errors import CaptureError, KoilaError
 from koila.execution.engine import Engine
 from koila.execution.jobs import Task
 from koila.interfaces import Runnable
@@ -125,6 +126,45 @@ def stream(value: LazyTensor, chunk_size: int | None = None, *, budget: object =
     if named.is_default:
         named = replace(named, chunk_size=1, is_default=False)
     yield from _engine.stream(value._value, named)
+
+
+def pure(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Declare that an `autograd.Function` depends on nothing but its arguments, and changes nothing else.
+
+    koila records such a Function and cuts it like any other call. It finds out by itself where the code of a Function,
+    and of all that it calls, reads only arguments, `ctx`, constants and operators of PyTorch. Any other Function runs
+    at its call, on real tensors, once per step. Declare one whose code cannot be followed (a helper written in C, a
+    number kept in an object) although it is pure: its forward and backward are then run while a program is traced,
+    and what they read from elsewhere is taken as it was then.
+
+    Args:
+        function: The Function; one that inherits from it is declared by itself.
+
+    Returns:
+        The same Function, so that this can be used as a decorator.
+
+    Raises:
+        CaptureError: It is not a subclass of `torch.autograd.Function`.
+
+    >>> @pure
+    ... class Halve(torch.autograd.Function):
+    ...     settings = {"factor": 0.5}
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         return x * Halve.settings["factor"]
+    ...     @staticmethod
+    ...     def backward(ctx, gradient):
+    ...         return gradient * Halve.settings["factor"]
+    >>> Halve.apply(lazy(torch.ones(2))).run()
+    tensor([0.5000, 0.5000])
+    """
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+        raise CaptureError(
+            f"koila.pure takes a subclass of torch.autograd.Function, got {function!r}",
+            where=str(user_site()),
+            hint="koila.pure(MyFunction), or @koila.pure above the class",
+        )
+    return declare_pure(function)  # type: ignore[no-any-return]
 
 
 def rule(target: Any, dimensions: str) -> None:

@@ -37,6 +37,7 @@ from tests.conformance.record import Outcome, Record, commit
 from tests.conformance.report import Suite
 from tests.conformance.sharing import forget, share
 from tests.conformance.trial import Trial, Verdict, check_split, check_whole, chunk_sizes, last_line, reference_of
+from tests.seeding import seed_present_devices_only
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -159,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    seed_present_devices_only()
     chunks = tuple(part for part in options.chunk.split(",") if part)
     started = time.process_time()
     suite = run_suite(

@@ -39,6 +39,20 @@ def test_a_program_that_starts_from_a_result_keeps_the_budget() -> None:
     assert koila.last_report().allowed_bytes == 400 * 1024
 
 
+def test_another_value_that_is_read_first_does_not_run_it_without_its_budget() -> None:
+    w, norm = torch.randn(64, 64, requires_grad=True), nn.BatchNorm1d(64)
+    hidden = (koila.lazy(torch.randn(1024, 64), budget="900KiB") @ w).relu()
+    loss = (norm(hidden) @ w).square().mean()
+    with koila.measure() as seen:
+        assert (koila.lazy(torch.ones(3)) + 1).sum().item() == 6
+        assert loss._value.real is None
+        loss.backward()
+        assert norm.num_batches_tracked == 1
+    budgets = [report.allowed_bytes for report in seen.reports if report.num_samples == 1024]
+    assert budgets and set(budgets) == {900 * 1024}
+    assert all(report.measured_bytes <= 900 * 1024 for report in seen.reports)
+
+
 def test_reading_grad_fn_keeps_to_the_budget() -> None:
     w = torch.randn(64, 64, requires_grad=True)
     loss = ((koila.lazy(torch.randn(1024, 64), budget="300KiB") @ w).relu() @ w).relu().pow(2).mean()

@@ -13,7 +13,8 @@ from random import Random
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
+from tests.property.environment import environment
 
 MAX_NUMEL = 1500
 MAX_ABS = 1e3
@@ -78,8 +79,8 @@ class Draft:
         return self.random.choice((1, 2, 3, 3, 4, 4, self.batch, self.batch))
 
     def names(self, wanted: Callable[[torch.Tensor], bool]) -> list[str]:
-        found = [name for name, value in self.values.items() if isinstance(value, torch.Tensor) and wanted(value)]
-        return [name for name in found if name[0] in "vxytw"]
+        tensors = {name: value for name, value in self.values.items() if isinstance(value, torch.Tensor)}
+        return [name for name, value in tensors.items() if name[0] in "vxytw" and is_usable(value) and wanted(value)]
 
     def pick(self, wanted: Callable[[torch.Tensor], bool] = lambda value: True) -> str:
         """A floating-point value; late ones are likelier, so that programs are deep."""
@@ -151,11 +152,11 @@ class Draft:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                exec(line, {"torch": torch, "F": F, "B": self.batch}, scope)
+                exec(line, environment(), scope)
+            for name in checked:
+                check(scope[name])
         except Exception as error:
             raise Refused from error
-        for name in checked:
-            check(scope[name])
         self.values = scope
         self.lines.append(line)
 
@@ -176,6 +177,14 @@ def check(value: Any) -> None:
         raise Refused
     if value.is_floating_point() and not (value.isfinite().all() and value.abs().max() < MAX_ABS):
         raise Refused
+
+
+def is_usable(value: torch.Tensor) -> bool:
+    """Whether eager still accepts a value: one of several views is lost if their base is written to."""
+    try:
+        return value.is_leaf in (True, False)
+    except RuntimeError:
+        return False
 
 
 def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:

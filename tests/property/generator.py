@@ -10,6 +10,7 @@ from random import Random
 import torch
 
 from tests.property.draft import Draft, Program, Refused, prune
+from tests.property.habits import HABITS
 from tests.property.operators import CLASSES, FAMILIES
 
 BATCHES = (1, 2, 3, 5, 7, 8)
@@ -42,8 +43,8 @@ def _data(d: Draft) -> dict[str, torch.Tensor]:
     }
 
 
-def make(seed: int) -> Program:
-    """The program of a seed."""
+def make(seed: int, habits: bool = False) -> Program:
+    """The program of a seed; with `habits`, people's habits stand among its operators."""
     random = Random(seed)
     batch = random.choice(BATCHES)
     d = Draft(random, batch, torch.Generator().manual_seed(seed))
@@ -52,7 +53,7 @@ def make(seed: int) -> Program:
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     try:
-        _fill(d)
+        _fill(d, habits)
         mode = random.choices(("loss", "read", "output", "inference"), (6, 1, 2, 1))[0]
         result = _loss(d) if mode in ("loss", "read") else d.pick()
     finally:
@@ -62,8 +63,8 @@ def make(seed: int) -> Program:
     return prune(Program(seed, batch, inputs, d.starts, d.lines, result, held, mode))
 
 
-def _fill(d: Draft) -> None:
-    families, weights = zip(*FAMILIES, strict=True)
+def _fill(d: Draft, habits: bool) -> None:
+    families, weights = zip(*FAMILIES, *(HABITS if habits else ()), strict=True)
     for _ in range(d.random.randint(4, 12)):
         for _ in range(20):
             try:

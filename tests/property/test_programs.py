@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -47,7 +48,7 @@ def test_a_random_program_has_the_numbers_of_eager() -> None:
     examine()
     texts = [f"seed {program.seed}: {difference}" for program, difference in failures]
     for number, (program, _) in enumerate(failures[:REDUCED]):
-        texts[number] += f"\n{reduced(program, chunk_sizes(program))}"
+        texts[number] += f"\n{reduced(program, partial(trial, sizes=chunk_sizes(program)))}"
     assert not failures, f"{len(failures)} of {EXAMPLES} programs differ\n" + "\n".join(texts)
 
 
@@ -70,4 +71,4 @@ def test_a_wrong_number_is_found_and_reduced() -> None:
         mode="inference",
     )
     assert "differs by 1.0e+00" in (trial(program, [1]) or "")
-    assert len(reduced(program, [1]).lines) == 1
+    assert len(reduced(program, partial(trial, sizes=[1])).lines) == 1

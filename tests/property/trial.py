@@ -10,15 +10,20 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
-from typing import Any
+from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 
 import koila
 from tests.property.draft import Program, prune
+from tests.property.environment import Later, Notes, environment
+
+Recorded: TypeAlias = Callable[..., list[torch.Tensor]]
 
 TOLERANCE = 1e-10
 ROUNDING = 1e-13
@@ -48,29 +53,68 @@ def _copies(tensors: dict[str, torch.Tensor], perturb: torch.Generator | None) -
     return found
 
 
-def _function(program: Program) -> Callable[..., list[torch.Tensor]]:
-    scope: dict[str, Any] = {"torch": torch, "F": F}
+def _function(program: Program, seen: Notes | None = None, later: Later | None = None) -> Recorded:
+    scope = environment(seen, later)
     exec(compile(program.text, "<program>", "exec"), scope)
     return scope["program"]
 
 
 def run(
-    program: Program, lazy: bool = False, chunk_size: int | None = None, perturb: torch.Generator | None = None
-) -> Outcome:
-    """Run a program on copies of its data."""
+    program: Program, lazy: bool = False, chunk_size: int | None = None, perturb: torch.Generator | None = None,
+    allowed: int | None = None, elsewhere: bool = False,
+) -> Outcome:  # fmt: skip
+    """Run a program on copies of its data.
+
+    Args:
+        program: The program.
+        lazy: Whether its inputs are made lazy.
+        chunk_size: Samples per chunk.
+        perturb: Changes the last bits of the data.
+        allowed: A byte budget, given to the inputs.
+        elsewhere: Whether the program is recorded in another thread than the one that asks for its results.
+    """
     inputs, tensors = _copies(program.inputs, perturb), _copies(program.tensors, perturb)
     torch.manual_seed(program.seed)
-    given = koila.lazy(inputs) if lazy else inputs
+    given = koila.lazy(inputs, budget=allowed) if lazy else inputs
+    seen, later = Notes(), Later()
     with koila.budget(chunk_size=chunk_size), torch.set_grad_enabled(program.mode != "inference"):
-        values = _function(program)(**given, **tensors)
+        call = partial(_function(program, seen, later), **given, **tensors)
+        values = _in_another_thread(call) if elsewhere else call()
         found = _finish(program, values)
-    koila.settle()
+        if lazy:
+            koila.settle()
+    for name, noted in seen.items():
+        found.update({f"what hook {number} on {name} saw": each for number, each in enumerate(noted)})
+    for number, ask in enumerate(later):
+        gradient = ask()
+        if gradient is not None:
+            found[f"retained gradient {number}"] = gradient
     for name, tensor in {**inputs, **tensors}.items():
         if name[0] == "r":
             found[f"buffer {name}"] = tensor
         if tensor.grad is not None:
             found[f"gradient of {name}"] = tensor.grad
     return Outcome(found, torch.get_rng_state())
+
+
+def record(program: Program) -> list[torch.Tensor]:
+    """The values of a program that is recorded on copies of its data, and not asked for anything."""
+    torch.manual_seed(program.seed)
+    with torch.set_grad_enabled(program.mode != "inference"):
+        given = koila.lazy(_copies(program.inputs, None))
+        return _function(program)(**given, **_copies(program.tensors, None))
+
+
+def _in_another_thread(call: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Grad mode and scopes are those of a thread: it takes over this one's."""
+    enabled, context = torch.is_grad_enabled(), copy_context()
+
+    def inside() -> list[torch.Tensor]:
+        with torch.set_grad_enabled(enabled):
+            return context.run(call)
+
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(inside).result()
 
 
 def _finish(program: Program, values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -110,6 +154,8 @@ def reference(program: Program) -> tuple[Outcome, dict[str, float]]:
             shaken = [run(program, perturb=torch.Generator().manual_seed(number)) for number in range(2)]
     except Exception as error:
         raise Discarded(f"{type(error).__name__}: {error}") from error
+    if any(other.tensors.keys() != expected.tensors.keys() for other in shaken):
+        raise Discarded("other tensors are left if the last bits are others")
     allowed = {}
     for name, tensor in expected.tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
@@ -138,7 +184,7 @@ def compare(found: Outcome, expected: Outcome, allowed: dict[str, float] | None)
     return None if torch.equal(found.generator, expected.generator) else "the generator stands elsewhere"
 
 
-def _illegal() -> str | None:
+def illegal() -> str | None:
     """A chunk that its own types refuse: the run fell back and is right, the rule is not."""
     return next((name for name in koila.metrics.counter_names() if "chunks are illegal" in name), None)
 
@@ -165,21 +211,24 @@ def trial(program: Program, sizes: Sequence[int | None] | None = None) -> str | 
         try:
             found = run(program, lazy=True, chunk_size=chunk_size)
         except Exception as error:
-            return (
-                f"chunk size {chunk_size}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
-        difference = compare(found, expected, None if chunk_size is None else allowed) or _illegal()
+            return f"chunk size {chunk_size}: {described(error)}"
+        difference = compare(found, expected, None if chunk_size is None else allowed) or illegal()
         if difference is not None:
             return f"chunk size {chunk_size}: {difference}"
     return None
 
 
-def reduced(program: Program, sizes: Sequence[int | None], tries: int = 150) -> Program:
-    """A smaller program that fails too: lines are left out, values are replaced by earlier ones."""
+def described(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def reduced(program: Program, wrong: Callable[[Program], str | None], tries: int = 150) -> Program:
+    """A smaller program that is wrong, too: lines are left out, values are replaced by earlier ones."""
 
     def fails(candidate: Program) -> bool:
         try:
-            return trial(candidate, sizes) is not None
+            return wrong(candidate) is not None
         except Exception:
             return False
 

@@ -252,7 +252,7 @@ def test_a_hook_that_would_be_dropped_is_an_error(method: str, keeps: bool) -> N
         with pytest.raises(
             koila.CaptureError, match=r"computed in chunks already[\s\S]*test_hooks.py[\s\S]*before anything"
         ):
-            h.grad_fn if method == "grad_fn" else getattr(h, method)(*[print] * (method == "register_hook"))  # noqa: B018
+            h.grad_fn if method == "grad_fn" else getattr(h, method)(*[print] * (method == "register_hook"))
         loss.backward()
     wanted, other = _start(plain)
     (other**2).sum().backward()
@@ -262,7 +262,7 @@ def test_a_hook_that_would_be_dropped_is_an_error(method: str, keeps: bool) -> N
 
 
 def test_hooks_on_saved_tensors_do_not_see_what_was_recorded_outside() -> None:
-    w, h = _start(koila.lazy)
+    _, h = _start(koila.lazy)
     seen: Log = []
     with koila.budget(chunk_size=2), saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         assert h.exp().sum().requires_grad

@@ -27,6 +27,7 @@ NAMES = [
     "metrics",
     "plan",
     "progress",
+    "pure",
     "reports",
     "rule",
     "run",

@@ -2,8 +2,8 @@
 
 Takes: PyTorch. Gives: a name for each use that says what it is for, with the reason and what to look at when PyTorch
 changes. `version` refuses releases that are not supported before anything private is touched, `operators` lists the
-private operators of aten, `delegates` and `inductor` hold what only these optional parts need, because it is slow to
-import. `tests/structure/test_private_torch.py` finds uses elsewhere.
+private operators of aten, `distributed` knows collectives and DDP, `delegates` and `inductor` hold what only these
+optional parts need, because it is slow to import. `tests/structure/test_private_torch.py` finds uses elsewhere.
 
 What records a call stands on the hot path, so names are aliases or `attrgetter`s and not functions wherever possible.
 """
@@ -26,6 +26,14 @@ import torch.autograd.grad_mode
 import torch.fx.experimental.proxy_tensor
 import torch.utils._python_dispatch
 
+from koila._torch.distributed import BROADCAST_COALESCED as BROADCAST_COALESCED
+from koila._torch.distributed import FIND_TENSORS as FIND_TENSORS
+from koila._torch.distributed import GROUP_METHODS as GROUP_METHODS
+from koila._torch.distributed import POST_FORWARD as POST_FORWARD
+from koila._torch.distributed import finished as finished
+from koila._torch.distributed import is_collective as is_collective
+from koila._torch.distributed import tree_flatten as tree_flatten
+from koila._torch.distributed import tree_unflatten as tree_unflatten
 from koila._torch.operators import PRIVATE_OPERATORS as PRIVATE_OPERATORS
 
 # Operators as objects.
@@ -72,22 +80,44 @@ wrapper_size: Any = torch._C.TensorBase.size
 """What a wrapper itself says of its sizes. Look at: torch/csrc/autograd/python_variable.cpp."""
 wrapper_stride: Any = torch._C.TensorBase.stride
 """What a wrapper itself says of its strides. Look at: torch/csrc/autograd/python_variable.cpp."""
+throw_on_data_access: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""C++ that asks a wrapper for its data gets an error instead of a null pointer, as from a `FakeTensor`.
+
+Look at: torch/csrc/Module.cpp, torch/_subclasses/fake_tensor.py.
+"""
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
 _IN_PLACE_OR_VIEW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_TRACING_KEYS = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in (
+        "Python",
+        "PythonTLSSnapshot",
+        "Functionalize",
+        "FuncTorchDynamicLayerFrontMode",
+        "FuncTorchDynamicLayerBackMode",
+    )
+)
+is_key_excluded: Callable[[torch._C.DispatchKey], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+"""Whether this thread skips a dispatch key. Look at: torch/csrc/utils/python_dispatch.cpp."""
+PYTHON_KEY = torch._C.DispatchKey.Python
+"""The key under which modes and subclasses see operators. `torch.tensor` skips it while it reads its elements, and
+fake tensors would be real meanwhile. Look at: torch/csrc/utils/tensor_new.cpp, `internal_new_from_data`."""
 
 
-def autograd_again() -> AbstractContextManager[Any]:
-    """Autograd inside `__torch_dispatch__`, which is called below it: the safety net needs its history.
+def ordinary_dispatch() -> AbstractContextManager[Any]:
+    """Modes, subclasses and autograd as in the user's own code, inside code of PyTorch that runs below them.
 
-    Look at: c10/core/DispatchKey.h for the names of the keys, torch/csrc/utils/python_dispatch.cpp for the guard.
+    Inference mode excludes autograd by itself, and keeps doing so. Look at: c10/core/DispatchKey.h for the names of the
+    keys, torch/csrc/utils/python_dispatch.cpp for the guard.
     """
     include = torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD - _IN_PLACE_OR_VIEW
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in _TRACING_KEYS:
+        exclude = exclude.remove(key)
+    if not torch.is_inference_mode_enabled():
+        exclude = exclude - _AUTOGRAD - _IN_PLACE_OR_VIEW
     return torch._C._ForceDispatchKeyGuard(include, exclude)
 
-
-FIND_TENSORS = "_find_tensors"
-"""The function by which DDP finds its outputs' history, replaced. Look at: torch/nn/parallel/distributed.py."""
 
 # State that a recorded call carries; see `switches` for the rest of it.
 

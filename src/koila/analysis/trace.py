@@ -21,11 +21,13 @@ from torch import fx
 
 from koila import events
 from koila._torch import (
+    FakeTensor,
     FakeTensorMode,
     OpOverload,
     get_proxy_mode,
     graph_root,
     make_fx,
+    ordinary_dispatch,
     schema_of,
     without_saved_tensors_hooks,
 )
@@ -240,12 +242,15 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
     pairs = _inputs_of(graph, demand)
     inputs = tuple(found for found, _ in pairs)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [_fake(mode, prepass) for _, prepass in pairs]
     program = _Program(graph, demand, inputs, written)
-    with torch.enable_grad(), mode, without_saved_tensors_hooks():
-        module = make_fx(program, table)(*fakes)
-    if any(_is_mutable(node) for node in module.graph.nodes):
-        module = _functionalise(module, fakes, mode, table)
+    # Whoever asks for a value may be in inference mode, or below the dispatch keys that tracing needs.
+    with torch.inference_mode(False), ordinary_dispatch(), without_saved_tensors_hooks():
+        fakes = [_fake(mode, prepass) for _, prepass in pairs]
+        with torch.enable_grad(), mode:
+            module = make_fx(program, table)(*fakes)
+        if any(_is_mutable(node) for node in module.graph.nodes):
+            module = _functionalise(module, fakes, mode, table)
+    _check_inputs(module, fakes)
     _simplify(module)
     if not whole_norms:
         simplify_losses(module.graph)
@@ -305,6 +310,20 @@ def _replace_by_source(graph: fx.Graph, node: fx.Node) -> None:
         cast.meta["val"] = fake
         source = cast
     node.replace_all_uses_with(source)
+
+
+def _check_inputs(module: fx.GraphModule, fakes: Sequence[torch.Tensor]) -> None:
+    """A trace that looked at the memory of stand-ins holds numbers instead of a program: it is never kept."""
+    if not all(isinstance(fake, FakeTensor) for fake in fakes):
+        raise AnalysisError("the program was traced on tensors that are not fake")
+    depends: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "placeholder" or any(argument in depends for argument in node.all_input_nodes):
+            depends.add(node)
+    results = module.graph.output_node().all_input_nodes
+    constants = any(node.op == "get_attr" for node in module.graph.nodes)
+    if constants and results and not any(result in depends for result in results):
+        raise AnalysisError("no result of the traced graph depends on the program's inputs")
 
 
 _LIARS = {aten.native_batch_norm.default, aten._native_batch_norm_legit.default}

@@ -53,7 +53,7 @@ def reentrant_checkpoint(original: Callable[..., Any], function: Any, preserves:
 
 
 def _is_recorded(arguments: Any) -> bool:
-    """Whether a checkpointed function is recorded: it has lazy arguments, and a budget is in force (Rule 6: counted)."""
+    """Whether a checkpointed function is recorded: an argument is lazy, and a budget in force (Rule 6: counted)."""
     values = [leaf._value for leaf in leaves(arguments) if type(leaf) is Bridge.lazy_type]
     if not values:
         return False

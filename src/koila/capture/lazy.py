@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from koila import events
-from koila._torch import autograd_again, make_wrapper
+from koila._torch import PYTHON_KEY, is_key_excluded, make_wrapper, ordinary_dispatch, throw_on_data_access
 from koila.capture.advice import begin_program, leaving_worker, note_worker
 from koila.capture.bridge import Bridge
 from koila.capture.carried import run_carried
@@ -69,6 +69,7 @@ class LazyTensor(torch.Tensor):
             dtype=prepass.dtype,
             device=prepass.device,
         )
+        throw_on_data_access(wrapper)
         wrapper._value = value
         # Nobody else can be this value yet, except after a shallow copy.
         value.holders = (weakref.ref(wrapper),) if not value.holders else (*value.holders, weakref.ref(wrapper))
@@ -76,16 +77,18 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_key_excluded(PYTHON_KEY):  # Inside `torch.tensor([lazy])`: no fake tensor would be fake.
+            with ordinary_dispatch():
+                return implementation(func)(*args, **(kwargs or {}))
         return implementation(func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         events.count(f"eager::{func}", site=user_site())
         swap = lambda leaf: realize(leaf._value, f"unrecorded {func}") if type(leaf) is LazyTensor else leaf  # noqa: E731
-        real_args, real_kwargs = map_leaves(args, swap), map_leaves(kwargs or {}, swap)
-        # Below autograd here: put it back, so that the result has the gradient of the real operands.
-        with autograd_again():
-            return func(*real_args, **real_kwargs)
+        # Below autograd here: put it back, so that what runs has the gradient of the real operands.
+        with ordinary_dispatch():
+            return func(*map_leaves(args, swap), **map_leaves(kwargs or {}, swap))
 
     # What can be asked without data.
 

@@ -211,7 +211,13 @@ def _iterate(self: Any) -> Any:
 
 
 def _version(self: Any) -> int:
+    if self._value.prepass.inference:
+        return write_count(realize(self._value, "the version"))  # Eager's own error.
     return len(self._value.storage.writers) + (0 if self._value.real is None else write_count(self._value.real))
+
+
+def _is_inference(self: Any) -> bool:
+    return bool(self._value.prepass.inference)
 
 
 def _format(self: Any, spec: str) -> str:
@@ -231,7 +237,7 @@ _REASONS = {"__reduce_ex__": "pickle", "__dlpack_device__": "__dlpack__"}
 """What asked for the data, where the method has another name."""
 _METADATA = (
     "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "element_size", "ndimension",
-    "is_contiguous", "get_device", "is_signed", "storage_offset", "__len__", "is_inference",
+    "is_contiguous", "get_device", "is_signed", "storage_offset", "__len__",
 )  # fmt: skip
 _METADATA_ATTRIBUTES = ("layout", "is_cuda", "is_sparse", "is_quantized", "is_meta", "itemsize", "nbytes", "is_nested",
                         "is_mkldnn", "is_mps", "is_xpu", "is_cpu")  # fmt: skip
@@ -247,6 +253,8 @@ def _table() -> dict[Any, Handler]:
         _T.requires_grad_: _requires_grad_,
         _T.grad_fn.__get__: _grad_fn,  # type: ignore[union-attr]
         VERSION_GETTER: _version,
+        _T.is_inference: _is_inference,
+        torch.is_inference: _is_inference,
         _T.__iter__: _iterate,
         _T.__format__: _format,
         _T.__hash__: _hash,

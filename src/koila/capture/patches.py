@@ -14,18 +14,21 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.nn.parallel import distributed
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from koila._torch import FIND_TENSORS
 from koila._torch.switches import watch_precision
 from koila.capture.bridge import Bridge
 from koila.capture.checkpoints import patch_checkpoint, reentrant_checkpoint
+from koila.capture.distributed import install_distributed
 from koila.capture.fused import patch_fused_modules
 from koila.capture.pending import recorder
-from koila.capture.record import lazy_forward, realize
-from koila.ir.owned import OwnedCall
-from koila.ir.tree import leaves
+from koila.capture.purity import Verdict, verdict_on
+from koila.capture.record import lazy_forward, run_eagerly
+from koila.capture.scan import scan_call
+from koila.errors import CaptureError
+from koila.ir.owned import Identity, OwnedCall
+from koila.ir.source import user_site
+from koila.ir.tree import leaves, map_leaves
 
 
 def _has_lazy(tree: Any) -> bool:
@@ -33,14 +36,57 @@ def _has_lazy(tree: Any) -> bool:
 
 
 class _FunctionCall(OwnedCall):
-    """A user's `autograd.Function`: its forward and backward are recorded as one call."""
+    """An `autograd.Function` that is pure: its forward and backward are recorded as one call."""
 
-    __slots__ = ()
+    __slots__ = ("_verdict",)
     original: Callable[..., Any] = torch.autograd.Function.__dict__["apply"].__func__
     """PyTorch's own `Function.apply`."""
 
+    def __init__(self, owner: Any, verdict: Verdict) -> None:
+        super().__init__(owner, f"{owner.__name__}.apply")
+        self._verdict = verdict
+        self.key = (*self.key, Identity(verdict))  # Code that was replaced is another program.
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _FunctionCall.original(self.owner, *args, **kwargs)
+
+    def rebound(self) -> str | None:
+        return self._verdict.rebound()
+
+
+class _FunctionNow(OwnedCall):
+    """An `autograd.Function` that is not known to be pure: called on real tensors, with the user's own containers."""
+
+    __slots__ = ("_args", "_kwargs", "_tensors")
+
+    def __init__(self, owner: Any, args: Any, kwargs: Any) -> None:
+        super().__init__(owner, f"{owner.__name__}.apply")
+        self._args, self._kwargs = args, kwargs
+        self._tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
+    def run(self, why: str) -> Any:
+        """Call it now, on the tensors that its lazy arguments are."""
+        scan, _ = scan_call(self, self._tensors, {})
+        return run_eagerly(self, scan, why)
+
+    def __call__(self, *reals: torch.Tensor) -> Any:
+        by_identity = {id(given): real for given, real in zip(self._tensors, reals, strict=True)}
+        swap = lambda leaf: by_identity.get(id(leaf), leaf)  # noqa: E731
+        # A container without lazy tensors stays the user's own: the Function may write to it.
+        own = lambda tree: map_leaves(tree, swap) if _has_lazy(tree) else tree  # noqa: E731
+        args, kwargs = [own(item) for item in self._args], {name: own(item) for name, item in self._kwargs.items()}
+        return _checked(self.owner, _FunctionCall.original(self.owner, *args, **kwargs))
+
+
+def _checked(function: Any, result: Any) -> Any:
+    """A Function that computes with a lazy tensor which it was not given would lose that tensor's gradient."""
+    if _has_lazy(result):
+        raise CaptureError(
+            f"{function.__name__} returned a lazy tensor that comes from outside of its arguments",
+            where=str(user_site()),
+            hint=f"give the lazy tensor to {function.__name__}.apply as an argument, or use tensor.run() inside",
+        )
+    return result
 
 
 def _patch_function() -> None:
@@ -49,10 +95,14 @@ def _patch_function() -> None:
     @wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not _has_lazy((args, kwargs)):
-            return original(cls, *args, **kwargs)
+            return _checked(cls, original(cls, *args, **kwargs))
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return reentrant_checkpoint(original, *args)
-        return lazy_forward(_FunctionCall(cls, f"{cls.__name__}.apply"), *args, **kwargs)
+        verdict = verdict_on(cls)
+        objection = verdict.objection((*args, *kwargs.values()))
+        if objection is not None:
+            return _FunctionNow(cls, args, kwargs).run(f"a Function that is not known to be pure: {objection}")
+        return lazy_forward(_FunctionCall(cls, verdict), *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
 
@@ -68,21 +118,6 @@ def _patch_state() -> None:
             return _original(self, *args, **kwargs)
 
         setattr(torch.nn.Module, name, wraps(original)(settled))
-
-
-def _patch_ddp() -> None:
-    """With `find_unused_parameters`, DDP follows `grad_fn` from its outputs: they must be real by then."""
-    if not torch.distributed.is_available():
-        return
-    original = getattr(distributed, FIND_TENSORS)
-
-    @wraps(original)
-    def find_tensors(found: Any) -> Any:
-        if isinstance(found, Bridge.lazy_type):
-            return [realize(found._value, "DistributedDataParallel")]
-        return original(found)
-
-    setattr(distributed, FIND_TENSORS, find_tensors)
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -104,6 +139,6 @@ def install() -> None:
             _patch_state()
             patch_fused_modules()
             watch_precision()
-            _patch_ddp()
+            install_distributed()
             register_optimizer_step_pre_hook(_before_step)
             _installed.append(True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._torch import saved_tensors_hooks, storage_key
+from koila._torch import finished, saved_tensors_hooks, storage_key
 from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
 from koila.capture.scan import Scan, scan_call, shape_key, trie_key
@@ -63,20 +63,23 @@ def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     context = current_context()
     inference = _inference_for(func, scan, cacheable, context)
     if inference.forced is not None:
+        run_readers([scan.operands[index] for index in inference.writes])
         return run_eagerly(func, scan, inference.forced)
     seen = [i for i in inference.writes if i not in inference.hidden_writes and _is_seen(scan.operands[i])]
     if seen:
-        _run_readers([scan.operands[index] for index in seen])
+        run_readers([scan.operands[index] for index in seen])
         return run_eagerly(func, scan, "a write to a real tensor")
     if saved_tensors_hooks(True) is not None and any(output.prepass.requires_grad for output in inference.outputs):
         return run_eagerly(func, scan, "hooks on saved tensors")
     if not inference.outputs and not inference.writes:
-        return inference.structure
+        return inference.structure  # A question that the layout answers.
     return record(func, scan, inference, context, cacheable)
 
 
-def _run_readers(written: list[Value | torch.Tensor]) -> None:
+def run_readers(written: Sequence[Value | torch.Tensor]) -> None:
     """What was recorded before a write must see the data before it."""
+    if not written:
+        return
     places = {place for operand in written if (place := _place_of(operand)) is not None}
     shared = {id(operand.storage) for operand in written if isinstance(operand, Value)}
     due: list[Value] = []
@@ -226,9 +229,23 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
             return leaf
         if leaf.layout != torch.strided or leaf.is_nested:
             return leaf
-        return back[id(leaf)] if id(leaf) in back else Bridge.lazy_type._wrap(input_value(leaf, budget=budget))
+        if id(leaf) in back:
+            return back[id(leaf)]
+        return Bridge.lazy_type._wrap(input_value(finished(leaf), _batch_like(leaf, operands), budget))
 
     return map_leaves(result, wrap)
+
+
+def _batch_like(result: torch.Tensor, operands: Sequence[Value]) -> int | None:
+    """Where the batch of a result may be: a dimension in which it is as long as an operand is in its batch.
+
+    That need not be so. Whatever is computed from the result can be cut there all the same, if the analysis proves it.
+    """
+    for operand in operands:
+        dim = operand.batch
+        if dim is not None and result.ndim > dim and result.shape[dim] == operand.prepass.shape[dim]:
+            return dim
+    return None
 
 
 def _same_batch(before: PrePass, after: PrePass) -> PrePass:

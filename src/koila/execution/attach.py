@@ -15,14 +15,13 @@ import torch
 from koila import events
 from koila._torch import accumulation_hooks, storage_key, tensor_hooks
 from koila.errors import StaleInputError
-from koila.execution.evaluation import connected_leaves
 from koila.execution.history import history_of
 from koila.execution.out_of_memory import run_until_it_fits
 from koila.execution.results import Results, run_split
 from koila.execution.seeds import Seeds, seed_for
 from koila.execution.segment import Gradients, SegmentState, attach
 from koila.execution.whole_run import gradients_whole
-from koila.ir.graph import Graph, collect
+from koila.ir.graph import Graph, collect, connected_leaves
 from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import Value, version_of
 from koila.ir.source import user_site
@@ -32,7 +31,7 @@ from koila.planning.decide import Decision
 def attached(job: Job, decision: Decision, results: Results, seeds: Seeds) -> dict[Value, torch.Tensor]:
     """The outputs of a run as ordinary tensors."""
     graph = job.graph
-    bound = {graph.outputs[index]: real for index, real in results.outputs.items()}
+    bound = {graph.outputs[i]: _as_recorded(graph.outputs[i], real) for i, real in results.outputs.items()}
     for group in _groups(job, results):
         is_root = set(group) <= set(job.demand.roots)
         own = _own_graph(graph, group)
@@ -47,6 +46,15 @@ def attached(job: Job, decision: Decision, results: Results, seeds: Seeds) -> di
         tensors = attach(state, values, _in_order([own.leaves[leaf] for leaf in leaves], graph, decision))
         bound.update(zip((graph.outputs[index] for index in group), tensors, strict=True))
     return bound
+
+
+def _as_recorded(value: Value, result: torch.Tensor) -> torch.Tensor:
+    """A result of a call in inference mode is an inference tensor, which later code may not differentiate."""
+    if not value.prepass.inference or result.is_inference():
+        return result
+    with torch.inference_mode():
+        shell = torch.empty(0, dtype=result.dtype, device=result.device)
+        return shell.set_(result.untyped_storage(), result.storage_offset(), result.shape, result.stride())
 
 
 def _groups(job: Job, results: Results) -> list[tuple[int, ...]]:
@@ -125,6 +133,8 @@ class _Rerun:
                 where=f"recorded at {self.own.nodes[0].site}",
                 hint="change it after backward()",
             )
+        for _, error in self.own.rebound():
+            raise error
 
     def run(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         events.count("segment::rerun")

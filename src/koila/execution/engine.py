@@ -33,6 +33,7 @@ from koila.interfaces import BatchInfo
 from koila.ir.graph import Graph, collect
 from koila.ir.job import Demand, Wanted
 from koila.ir.node import Node, Value
+from koila.ir.replay import ordinary_state
 from koila.ir.source import user_site
 from koila.planning.decide import Decision, any_forced, decide, decision_for
 from koila.planning.failures import is_out_of_memory
@@ -48,13 +49,13 @@ class Engine:
 
     def materialize(self, values: Sequence[Value], why: str) -> None:
         """Bind pending values to real tensors, and perform the pending effects."""
-        with few_frames(), step() as noted:
+        with few_frames(), ordinary_state(), step() as noted:
             self._serve(values, None, noted)
 
     def backward(self, request: BackwardRequest) -> None:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
-        with few_frames(), step() as noted:
+        with few_frames(), ordinary_state(), step() as noted:
             seeds = self._given_seeds(request, involved)
             noted.continues, noted.is_empty = was_bound_last(involved), False
             if not self._serve(involved, request, noted, seeds):

@@ -6,8 +6,10 @@ pending call still needs of the others, and what hangs on which leaves for autog
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+
+import torch
 
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Value
@@ -91,11 +93,9 @@ def awaited(nodes: Sequence[Node]) -> list[Node]:
     """
     found: set[Node] = set()
     for node in reversed(nodes):
-        if (
-            node.due
-            or any(_leads_on(node.output(index), found) for index in range(node.num_outputs))
-            or not node.num_outputs
-        ):
+        # What has no result writes to its operands, or hangs a hook on one.
+        concerned = [node.output(index) for index in range(node.num_outputs)] or list(_seen_through(node))
+        if node.due or any(_leads_on(value, found) for value in concerned):
             found.add(node)
     return [node for node in nodes if node in found]
 
@@ -104,6 +104,11 @@ def _leads_on(value: Value | None, found: set[Node]) -> bool:
     if value is None:
         return False
     return value.is_held or any(reference() in found for reference in value.storage.readers)
+
+
+def _seen_through(node: Node) -> Iterator[Value]:
+    """The operands of a call, and what they are views of."""
+    return (base for value in node.values() if value.node is not None for base in _bases(value))
 
 
 def _pending_from(nodes: Sequence[Node]) -> list[Node]:
@@ -132,34 +137,16 @@ def _producer(value: Value) -> Node:
     return value.node
 
 
+def _bases(value: Value) -> Iterator[Value]:
+    """A pending value, what it is a view of, and so on, down to the value whose producer made the memory."""
+    operand: Value | torch.Tensor | None = value
+    while isinstance(operand, Value) and operand.node is not None:
+        yield operand
+        shares = operand.node.inference.outputs[operand.index].shares
+        operand = None if shares is None else operand.node.operands[shares]
+
+
 def _base(value: Value) -> Value:
     """The value whose producer made the memory that a view lies in."""
-    while True:
-        node = _producer(value)
-        shares = node.inference.outputs[value.index].shares
-        operand = None if shares is None else node.operands[shares]
-        if not isinstance(operand, Value) or operand.node is None:
-            return value
-        value = operand
-
-
-def connected_leaves(graph: Graph, value: Value) -> tuple[int, ...]:
-    """Leaves that autograd would reach from a value: through calls recorded with gradients, not through `detach`."""
-    index = {id(leaf): number for number, leaf in enumerate(graph.leaves)}
-    found: set[int] = set()
-    seen: set[Node] = set()
-    pending = [_producer(value), *(w for w in value.storage.writers if w in graph.positions)]
-    while pending:
-        node = pending.pop()
-        if node in seen or not node.context.grad:
-            continue
-        seen.add(node)
-        for operand in node.operands:
-            if isinstance(operand, Value) and operand.node is not None:
-                pending += [operand.node] if operand.requires_grad else []
-                pending += [w for w in operand.storage.writers if w.sequence < node.sequence and w in graph.positions]
-            else:
-                real = operand.real if isinstance(operand, Value) else operand
-                if real is not None and real.requires_grad:
-                    found.add(index[id(real)])
-    return tuple(sorted(found))
+    *_, base = _bases(value)
+    return base

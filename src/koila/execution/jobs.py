@@ -110,9 +110,18 @@ class _Making:
         self.device = device or _device_of(needed)
         given = (collect(due, []) if due and pending.effects else needed).budgets
         self.given_bytes = min(given, default=None)
+        if due and len(self.everything.budgets) > len(given):
+            self._leave_out_other_budgets()
         if budget is None:
             budget = current_budget(given)
         self.budget = resolved(budget, self.everything, self.device)
+
+    def _leave_out_other_budgets(self) -> None:
+        """Programs that share nothing with what is asked for and have a budget of their own wait for their own run."""
+        _, others = self.everything.apart()
+        left_out = {node for other in others if other.budgets for node in other.nodes}
+        self.needed = _without(self.needed, left_out)
+        self.everything = _without(self.everything, left_out)
 
     def plain_task(self) -> Task:
         """A task that nobody has to decide about."""
@@ -186,6 +195,10 @@ class _Making:
         if self.request is not None:
             copied += leaf_bytes(t for t in accumulating(self.request, graph) if t.grad is not None)
         return copied
+
+
+def _without(graph: Graph, left_out: set[Node]) -> Graph:
+    return Graph(tuple(node for node in graph.nodes if node not in left_out), graph.outputs)
 
 
 def requested_roots(request: BackwardRequest, graph: Graph) -> tuple[int, ...]:

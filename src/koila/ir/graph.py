@@ -15,6 +15,7 @@ import torch
 
 from koila.errors import StaleInputError
 from koila.ir.node import Node, Value, version_of
+from koila.ir.owned import OwnedCall
 from koila.ir.prepass import prepass_of
 from koila.ir.source import user_site
 
@@ -129,6 +130,14 @@ class Graph:
                 if recorded is not None and recorded != version_of(operand):
                     yield node, _stale(node, operand)
                     break
+        yield from self.rebound()
+
+    def rebound(self) -> Iterator[tuple[Node, StaleInputError]]:
+        """Calls of the user's code that read a name which was rebound since they were recorded."""
+        for node in self.nodes:
+            name = node.func.rebound() if isinstance(node.func, OwnedCall) else None
+            if name is not None:
+                yield node, _rebound(node, name)
 
     def check_fresh(self) -> None:
         """Raise if an operand was changed since its call was recorded."""
@@ -198,6 +207,14 @@ def _stale(node: Node, operand: Value | torch.Tensor) -> StaleInputError:
     )
 
 
+def _rebound(node: Node, name: str) -> StaleInputError:
+    return StaleInputError(
+        f"{name}, which {node.name} reads, was rebound after the call was recorded and before it ran",
+        where=f"recorded at {node.site}, run at {user_site()}",
+        hint=f"rebind {name} before the call or after the run, or give its value to the Function as an argument",
+    )
+
+
 def collect(wanted: Sequence[Value], effects: Sequence[Node]) -> Graph:
     """The program that computes `wanted` and performs `effects`: what they need, and what would be too late after."""
     found: set[Node] = set()
@@ -231,3 +248,27 @@ def _before(node: Node) -> list[Node]:
             readers = (reference() for reference in storage.readers)
             needed += [r for r in readers if r is not None and (storage.real or r.sequence < node.sequence)]
     return needed
+
+
+def connected_leaves(graph: Graph, value: Value) -> tuple[int, ...]:
+    """Leaves that autograd would reach from a value: through calls recorded with gradients, not through `detach`."""
+    index = {id(leaf): number for number, leaf in enumerate(graph.leaves)}
+    found: set[int] = set()
+    seen: set[Node] = set()
+    pending = [maker for maker in _makers(value) if maker in graph.positions]
+    if value.real is not None and value.real.requires_grad:
+        found.add(index[id(value.real)])
+    while pending:
+        node = pending.pop()
+        if node in seen or not node.context.grad:
+            continue
+        seen.add(node)
+        for operand in node.operands:
+            if isinstance(operand, Value) and operand.node is not None:
+                pending += [operand.node] if operand.requires_grad else []
+                pending += [w for w in operand.storage.writers if w.sequence < node.sequence and w in graph.positions]
+            else:
+                real = operand.real if isinstance(operand, Value) else operand
+                if real is not None and real.requires_grad:
+                    found.add(index[id(real)])
+    return tuple(sorted(found))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ from koila._scopes import Scopes
 from koila._torch import (
     FAKE_LOGGER,
     FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
     TorchDispatchMode,
     is_autograd_view,
+    is_collective,
+    ordinary_dispatch,
     schema_of,
     storage_key,
     write_count,
@@ -27,8 +32,9 @@ from koila._torch import (
 from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
 from koila.ir.node import Value
+from koila.ir.owned import OwnedCall
 from koila.ir.prepass import Draw, Inference, Output, PrePass, prepass_of
-from koila.ir.tree import map_leaves
+from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
 
@@ -99,8 +105,8 @@ def _consumes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _state(fake: torch.Tensor) -> tuple[int, bool]:
-    """What a write changes: data, or what autograd knows (`detach_`, `requires_grad_`)."""
-    return write_count(fake), fake.requires_grad
+    """What a write changes: data, or what autograd knows (`detach_`, `requires_grad_`); see also `_Watch.writes`."""
+    return 0 if fake.is_inference() else write_count(fake), fake.requires_grad
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,21 +147,27 @@ def _fake(prepass: PrePass, is_leaf: bool) -> torch.Tensor:
     return copy if copy.stride() == prepass.stride else copy.as_strided(prepass.shape, prepass.stride, 0)
 
 
-def _operand_fake(operand: Value | torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _operand_fake(operand: Value | torch.Tensor) -> torch.Tensor:
     if isinstance(operand, Value):
+        prepass = operand.prepass.with_grad(operand.requires_grad)
         is_leaf = operand.real is not None and operand.real.is_leaf
-        return _fake(operand.prepass.with_grad(operand.requires_grad), is_leaf)
-    return _fake(prepass_of(operand), operand.is_leaf)
+    else:
+        prepass, is_leaf = prepass_of(operand), operand.is_leaf
+    with torch.inference_mode(prepass.inference):
+        return _fake(prepass, is_leaf)
 
 
 def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor]) -> Inference:
     """Run the call on fake tensors; an inference with `forced` set says that it needs data."""
     if func in WRONG_FAKES:
         return Inference(None, (), forced="its fake kernel gives another shape than the real one")
+    if is_collective(func.owner if isinstance(func, OwnedCall) else func):
+        # Not even tried on fake tensors: the other processes would see a call that they do not make.
+        return _unseen("other processes take part in it", len(operands))
     mode, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch()
     try:
-        with mode:
-            fakes = {id(operand): _operand_fake(operand, mode) for operand in operands}
+        with ordinary_dispatch(), mode:
+            fakes = {id(operand): _operand_fake(operand) for operand in operands}
             swap = lambda leaf: fakes.get(id(leaf), leaf)  # noqa: E731
             fake_args, fake_kwargs = map_leaves(args, swap), map_leaves(kwargs, swap)
             before = {key: _state(fake) for key, fake in fakes.items()}
@@ -166,11 +178,32 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
             _state(fake) != before[id(operand)] or _storage_id(fake) in watch.writes
             for operand, fake in zip(operands, ordered, strict=True)
         ]
-        return _describe(result, ordered, written, watch, func in HIDDEN_WRITERS)
+        inference = _describe(result, ordered, written, watch, func in HIDDEN_WRITERS)
     except _NeedsData as reason:
         return Inference(None, (), forced=str(reason))
     except Exception as error:  # Whatever fake tensors cannot do, eager decides: it runs or raises its own error.
         return Inference(None, (), forced=f"not inferable: {type(error).__name__}")
+    if inference.outputs or inference.writes or _only_asks(func, inference.structure):
+        return inference
+    return _unseen("it shows neither results nor writes", len(operands))
+
+
+def _unseen(why: str, num_operands: int) -> Inference:
+    """A call that acts in a way that fake tensors do not show: made at once, and it may write to all its operands."""
+    return Inference(None, (), tuple(range(num_operands)), forced=why)
+
+
+def _only_asks(func: Any, answer: Any) -> bool:
+    """Whether a call without results in tensors is a question of PyTorch's own, which the layout alone answers.
+
+    A function that returns nothing was called for what it does. Nobody knows what a user's function or operator does.
+    """
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        is_own = str(func).startswith("aten.")
+    else:
+        is_own = not isinstance(func, FunctionType) or func.__module__.partition(".")[0] == "torch"
+    is_read = getattr(func, "__name__", "") == "__get__"
+    return is_own and (is_read or any(leaf is not None for leaf in leaves(answer)))
 
 
 def _describe(

@@ -229,6 +229,8 @@ def function_name(func: Callable[..., Any]) -> str:
     if getattr(func, "__name__", "") == "__get__":
         return f"Tensor.{getattr(func.__self__, '__name__', '?')}"  # type: ignore[attr-defined]
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or func
+    if str(name).startswith("pybind11_"):  # An operator of `torch.ops`.
+        name = f"{func.__module__.rpartition('.')[2]}.{func.__name__}"
     return str(name).replace("TensorBase", "Tensor").removeprefix("_VariableFunctionsClass.")
 
 

@@ -41,6 +41,10 @@ class OwnedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("each kind of call says what it does")
 
+    def rebound(self) -> str | None:
+        """A name that the user's code reads and that was rebound since the call was recorded; None: there is none."""
+        return None
+
 
 def function_key(func: Any) -> Any:
     """What stands for a function in keys."""

@@ -19,7 +19,7 @@ _Key = tuple[Any, ...]
 
 
 class PrePass:
-    """Shape, strides, offset, dtype, device, layout, requires_grad and batch of a value; compare with `is`."""
+    """Shape, strides, offset, dtype, device, layout, requires_grad, batch and inference; compare with `is`."""
 
     __slots__ = (
         "__weakref__",
@@ -27,6 +27,7 @@ class PrePass:
         "batch",
         "device",
         "dtype",
+        "inference",
         "layout",
         "offset",
         "requires_grad",
@@ -44,10 +45,13 @@ class PrePass:
     batch: int | None
     """The batch dimension where it is known: `koila.lazy` was told it, or the analysis proved it in a run. None says
     nothing: recording never guesses."""
+    inference: bool
+    """Whether it is a tensor of `torch.inference_mode`, which autograd refuses later."""
 
     def __init__(self, key: _Key) -> None:
         self._key = key
-        self.shape, self.stride, self.offset, self.dtype, self.device, self.layout, self.requires_grad, self.batch = key
+        self.shape, self.stride, self.offset, self.dtype, self.device, self.layout, *rest = key
+        self.requires_grad, self.batch, self.inference = rest
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +63,7 @@ class PrePass:
 
     def with_grad(self, requires_grad: bool) -> PrePass:
         """The same record with another requires_grad."""
-        return _intern((*self._key[:6], requires_grad, self.batch))
+        return _intern((*self._key[:6], requires_grad, *self._key[7:]))
 
     def on(self, device: torch.device) -> PrePass:
         """The same record on another device."""
@@ -72,7 +76,8 @@ class PrePass:
         1
         """
         known = dim is not None and -len(self.shape) <= dim < len(self.shape)
-        return _intern((*self._key[:7], dim % len(self.shape) if known and dim is not None else None))
+        found = dim % len(self.shape) if known and dim is not None else None
+        return _intern((*self._key[:7], found, self.inference))
 
     def __repr__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -112,6 +117,7 @@ def prepass_of(tensor: torch.Tensor) -> PrePass:
             tensor.layout,
             tensor.requires_grad,
             None,
+            tensor.is_inference(),
         )
     )
 
@@ -154,7 +160,7 @@ class Inference:
     """The result with every tensor replaced by its `Output`; other results stand for themselves."""
     outputs: tuple[Output, ...]
     writes: tuple[int, ...] = ()
-    """Operands that the call writes to."""
+    """Operands that the call writes to; those that it may write to if it is `forced`."""
     write_grads: tuple[bool, ...] = ()
     """Whether each written operand requires grad afterwards."""
     hidden_writes: tuple[int, ...] = ()

@@ -6,17 +6,32 @@ run and the joint trace both go through here, so they cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from koila._torch import ordinary_dispatch
 from koila.ir.ambient import Context as Context
 from koila.ir.ambient import current_context as current_context
 from koila.ir.draws import Supply
 from koila.ir.node import Node, Value
 from koila.ir.tree import leaves, map_leaves
+
+
+@contextmanager
+def ordinary_state() -> Iterator[None]:
+    """Whoever asks for a value may be in inference mode, or inside PyTorch below autograd: a run is in neither.
+
+    Each recorded call brings the inference mode that it was recorded in.
+    """
+    with ordinary_dispatch(), ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield
+
 
 Lookup = Callable[[Any], Any]
 
