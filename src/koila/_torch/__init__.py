@@ -135,6 +135,10 @@ input_metadata: Callable[[Any], Any] = attrgetter("_input_metadata")
 """Shapes and dtypes of the gradients that a node receives. Look at: torch/csrc/autograd/python_cpp_function.cpp."""
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """The order in which autograd runs its nodes, latest first. Look at: torch/csrc/autograd/python_cpp_function.cpp."""
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the backward pass that goes on runs a node of autograd. Look at: torch/csrc/autograd/init.cpp."""
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that goes on; -1 outside of one. Look at: torch/autograd/graph.py, which asks it."""
 tensor_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
 """Hooks that a user registered on a tensor; None or empty without any. Look at: torch/_tensor.py, `register_hook`."""
 accumulation_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")

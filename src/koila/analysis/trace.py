@@ -24,6 +24,7 @@ from koila._torch import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    TorchDispatchMode,
     get_proxy_mode,
     graph_root,
     make_fx,
@@ -35,6 +36,7 @@ from koila.analysis.decompositions import decompositions
 from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
 from koila.errors import AnalysisError
+from koila.ir.dtypes import is_refused
 from koila.ir.graph import Graph
 from koila.ir.job import Demand
 from koila.ir.layout import dense_strides
@@ -200,7 +202,17 @@ class _Program:
         wrt = [leaves[number] for number in self.demand.wrt]
         for number in (number for number in self.demand.wrt if leaves[number].requires_grad):
             leaves[number].register_hook(lambda _, number=number: self.completed.append(number))
-        return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True))
+        with _Refusals():
+            return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True))
+
+
+class _Refusals(TorchDispatchMode):
+    """Sees the operators of a backward pass before they are decomposed: what eager refuses is not traced."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_refused(func, args, kwargs or {}):
+            raise AnalysisError(f"eager refuses the dtypes of an operator in the backward pass: {func}")
+        return func(*args, **(kwargs or {}))
 
 
 class _Tagger:
