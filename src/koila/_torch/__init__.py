@@ -12,12 +12,13 @@ from koila._torch.version import SUPPORTED as SUPPORTED
 from koila._torch.version import check_version as check_version
 
 # isort: split
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
+import torch._C._autograd
 import torch._decomp
 import torch._ops
 import torch._subclasses.fake_tensor
@@ -125,14 +126,49 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 # Autograd's graph.
 
-SAVED_PREFIX = "_saved_"
-"""Attributes of a node that hold what it keeps for backward. Look at: derivatives.yaml, gen_autograd_functions.py."""
+SAVED_PREFIX = "_raw_saved_"
+"""Attributes of a node that hold what it keeps for backward, as it is kept: no unpack hook of the user's is called.
+
+Look at: derivatives.yaml, gen_autograd_functions.py; torch/csrc/autograd/init.cpp for `SavedTensor`.
+"""
 input_metadata: Callable[[Any], Any] = attrgetter("_input_metadata")
 """Shapes and dtypes of the gradients that a node receives. Look at: torch/csrc/autograd/python_cpp_function.cpp."""
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """The order in which autograd runs its nodes, latest first. Look at: torch/csrc/autograd/python_cpp_function.cpp."""
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the backward pass that goes on runs a node of autograd. Look at: torch/csrc/autograd/init.cpp."""
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that goes on; -1 outside of one. Look at: torch/autograd/graph.py, which asks it."""
+tensor_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
+"""Hooks that a user registered on a tensor; None or empty without any. Look at: torch/_tensor.py, `register_hook`."""
+accumulation_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+"""The same for `register_post_accumulate_grad_hook`. Look at: torch/_tensor.py."""
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether this backward was given `retain_graph`. Look at: torch/utils/checkpoint.py, which asks it, too."""
+
+saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""The innermost hooks on saved tensors, or None; asked by every call. Look at: torch/autograd/graph.py."""
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """No hooks on saved tensors inside: what runs there was recorded elsewhere, or runs on fake tensors.
+
+    Look at: torch/autograd/graph.py, `saved_tensors_hooks`.
+    """
+    taken = []
+    while (hooks := saved_tensors_hooks(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        taken.append(hooks)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+"""What happens before and after a checkpointed function, replaced. Look at: torch/utils/checkpoint.py."""
 
 # Fake tensors, tracing, modes.
 

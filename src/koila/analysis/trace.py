@@ -24,16 +24,19 @@ from koila._torch import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    TorchDispatchMode,
     get_proxy_mode,
     graph_root,
     make_fx,
     ordinary_dispatch,
     schema_of,
+    without_saved_tensors_hooks,
 )
 from koila.analysis.decompositions import decompositions
 from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
 from koila.errors import AnalysisError
+from koila.ir.dtypes import is_refused
 from koila.ir.graph import Graph
 from koila.ir.job import Demand
 from koila.ir.layout import dense_strides
@@ -83,6 +86,8 @@ class Joint:
     """Then the new values of these leaves, which the program writes to."""
     pinned: tuple[tuple[int, int, float], ...]
     """(node, position, value) of floats that could not be found again: the graph holds for these values only."""
+    completed: tuple[int, ...] = ()
+    """The leaves of `wrt` in the order in which autograd completes their gradients: the order of hooks on them."""
 
 
 def _leaf_index(graph: Graph) -> dict[int, int]:
@@ -152,6 +157,7 @@ class _Program:
         self.graph, self.demand, self.inputs, self.written = graph, demand, inputs, written
         self.marks = _Marks(graph)
         self.index = _leaf_index(graph)
+        self.completed: list[int] = []
 
     def __call__(self, *tensors: torch.Tensor) -> list[Any]:
         by_input = dict(zip(self.inputs, tensors, strict=True))
@@ -194,7 +200,19 @@ class _Program:
         roots = [wanted[number] for number in self.demand.roots]
         seeds = [by_input[Input("seed", number)] for number in range(len(roots))]
         wrt = [leaves[number] for number in self.demand.wrt]
-        return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True))
+        for number in (number for number in self.demand.wrt if leaves[number].requires_grad):
+            leaves[number].register_hook(lambda _, number=number: self.completed.append(number))
+        with _Refusals():
+            return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True))
+
+
+class _Refusals(TorchDispatchMode):
+    """Sees the operators of a backward pass before they are decomposed: what eager refuses is not traced."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_refused(func, args, kwargs or {}):
+            raise AnalysisError(f"eager refuses the dtypes of an operator in the backward pass: {func}")
+        return func(*args, **(kwargs or {}))
 
 
 class _Tagger:
@@ -238,7 +256,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     program = _Program(graph, demand, inputs, written)
     # Whoever asks for a value may be in inference mode, or below the dispatch keys that tracing needs.
-    with torch.inference_mode(False), ordinary_dispatch():
+    with torch.inference_mode(False), ordinary_dispatch(), without_saved_tensors_hooks():
         fakes = [_fake(mode, prepass) for _, prepass in pairs]
         with torch.enable_grad(), mode:
             module = make_fx(program, table)(*fakes)
@@ -253,7 +271,8 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
     _check_functional(module)
     events.count("traces")
     pinned = _place_slots(module, program.marks, graph)
-    return Joint(module, inputs, len(graph.outputs), demand.wrt, written, pinned)
+    completed = tuple(dict.fromkeys(program.completed))
+    return Joint(module, inputs, len(graph.outputs), demand.wrt, written, pinned, completed)
 
 
 def _is_mutable(node: fx.Node) -> bool:

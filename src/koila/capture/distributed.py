@@ -99,7 +99,7 @@ def _stand_in(value: Value) -> torch.Tensor:
         return torch.empty(0)
     graph = collect([value], [])
     with torch.enable_grad():
-        return _History.apply(*(graph.leaves[index] for index in connected_leaves(graph, value)))
+        return _History.apply(*(graph.leaves[index] for index in connected_leaves(graph, [value])))
 
 
 def _finding(original: Callable[..., Any]) -> Callable[..., Any]:

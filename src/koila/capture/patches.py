@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from koila._torch.switches import watch_precision
 from koila.capture.bridge import Bridge
+from koila.capture.checkpoints import patch_checkpoint, reentrant_checkpoint
 from koila.capture.distributed import install_distributed
 from koila.capture.fused import patch_fused_modules
 from koila.capture.pending import recorder
@@ -96,7 +97,7 @@ def _patch_function() -> None:
         if not _has_lazy((args, kwargs)):
             return _checked(cls, original(cls, *args, **kwargs))
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            return args[0](*args[2:])  # (function, preserve_rng_state, *its arguments): inlined.
+            return reentrant_checkpoint(original, *args)
         verdict = verdict_on(cls)
         objection = verdict.objection((*args, *kwargs.values()))
         if objection is not None:
@@ -104,20 +105,6 @@ def _patch_function() -> None:
         return lazy_forward(_FunctionCall(cls, verdict), *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-
-
-def _patch_checkpoint() -> None:
-    """Checkpointing is transparent: koila recomputes by itself, so the function is inlined."""
-    original = torch.utils.checkpoint.checkpoint
-
-    @wraps(original)
-    def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _has_lazy((args, kwargs)):
-            return original(function, *args, **kwargs)
-        own = ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop")
-        return function(*args, **{name: value for name, value in kwargs.items() if name not in own})
-
-    torch.utils.checkpoint.checkpoint = checkpoint
 
 
 def _patch_state() -> None:
@@ -148,7 +135,7 @@ def install() -> None:
     with _lock:
         if not _installed:
             _patch_function()
-            _patch_checkpoint()
+            patch_checkpoint()
             _patch_state()
             patch_fused_modules()
             watch_precision()

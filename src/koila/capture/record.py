@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._torch import finished, storage_key
+from koila._torch import finished, saved_tensors_hooks, storage_key
 from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
 from koila.capture.scan import Scan, scan_call, shape_key, trie_key
@@ -69,6 +69,8 @@ def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if seen:
         run_readers([scan.operands[index] for index in seen])
         return run_eagerly(func, scan, "a write to a real tensor")
+    if saved_tensors_hooks(True) is not None and any(output.prepass.requires_grad for output in inference.outputs):
+        return run_eagerly(func, scan, "hooks on saved tensors")
     if not inference.outputs and not inference.writes:
         return inference.structure  # A question that the layout answers.
     return record(func, scan, inference, context, cacheable)

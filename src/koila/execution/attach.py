@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._torch import storage_key
+from koila._torch import accumulation_hooks, storage_key, tensor_hooks
 from koila.errors import StaleInputError
+from koila.execution.eager_errors import GradientCheck
 from koila.execution.history import history_of
 from koila.execution.out_of_memory import run_until_it_fits
 from koila.execution.results import Results, run_split
 from koila.execution.seeds import Seeds, seed_for
 from koila.execution.segment import Gradients, SegmentState, attach
 from koila.execution.whole_run import gradients_whole
-from koila.ir.graph import Graph, collect, connected_leaves
+from koila.ir.graph import Graph, collect, connected_leaves, connected_nodes
 from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import Value, version_of
 from koila.ir.source import user_site
@@ -31,20 +32,26 @@ from koila.planning.decide import Decision
 def attached(job: Job, decision: Decision, results: Results, seeds: Seeds) -> dict[Value, torch.Tensor]:
     """The outputs of a run as ordinary tensors."""
     graph = job.graph
+    reruns: list[_Rerun] = []
     bound = {graph.outputs[i]: _as_recorded(graph.outputs[i], real) for i, real in results.outputs.items()}
     for group in _groups(job, results):
         is_root = set(group) <= set(job.demand.roots)
         own = _own_graph(graph, group)
-        leaves = tuple(sorted({leaf for value in own.outputs for leaf in connected_leaves(own, value)}))
+        connected = connected_nodes(own, own.outputs)
+        leaves = connected_leaves(own, own.outputs, connected)
         if not leaves:
             continue
         values = [_fresh(results.outputs[index], graph.leaves) for index in group]
-        state = SegmentState(_rerun(job, decision, group, own, leaves), history_of(job) if is_root else None)
+        reruns.append(_rerun(job, decision, group, own, leaves))
+        reruns[-1].check = GradientCheck(own, connected)
+        state = SegmentState(reruns[-1], history_of(job) if is_root else None)
         if is_root and results.gradients:
             _hold(state, job, results, own, leaves)
             state.seeds = tuple(seeds[job.demand.roots.index(index)] for index in group)
-        tensors = attach(state, values, [own.leaves[leaf] for leaf in leaves])
+        tensors = attach(state, values, _in_order([own.leaves[leaf] for leaf in leaves], graph, decision))
         bound.update(zip((graph.outputs[index] for index in group), tensors, strict=True))
+    for rerun in reruns:
+        rerun.check.watch(bound)
     return bound
 
 
@@ -65,6 +72,21 @@ def _groups(job: Job, results: Results) -> list[tuple[int, ...]]:
         if job.graph.outputs[index].requires_grad and index not in roots:
             siblings.setdefault(job.graph.outputs[index].node, []).append(index)
     return [*([roots] if roots else []), *(tuple(group) for group in siblings.values())]
+
+
+def _in_order(leaves: list[torch.Tensor], graph: Graph, decision: Decision) -> list[torch.Tensor]:
+    """Leaves that receive their gradients in eager's order, if a hook of the user's could tell.
+
+    A segment hands over all gradients at once. Autograd goes on with the node that was made last, so each leaf gets a
+    node of its own, made in the opposite order.
+    """
+    if decision.facts is None or sum(bool(tensor_hooks(leaf) or accumulation_hooks(leaf)) for leaf in leaves) < 2:
+        return leaves
+    place = {id(graph.leaves[leaf]): number for number, leaf in enumerate(decision.facts.joint.completed)}
+    last_first = sorted(leaves, key=lambda leaf: place.get(id(leaf), len(place)), reverse=True)
+    with torch.enable_grad():
+        nodes = {id(leaf): leaf.view_as(leaf) for leaf in last_first}
+    return [nodes[id(leaf)] for leaf in leaves]
 
 
 def _hold(state: SegmentState, job: Job, results: Results, own: Graph, leaves: tuple[int, ...]) -> None:
@@ -109,6 +131,7 @@ class _Rerun:
 
     def __init__(self, job: Job, own: Graph, leaves: tuple[int, ...]) -> None:
         self.job, self.own, self.leaves = job, own, leaves
+        self.check = GradientCheck(own, set())
         self.versions = [version_of(leaf) for leaf in own.leaves]
 
     def check_fresh(self) -> None:
@@ -120,6 +143,11 @@ class _Rerun:
             )
         for _, error in self.own.rebound():
             raise error
+        self.check.raise_eagers_error()
+
+    def freed(self) -> None:
+        """Autograd has freed what it saved for these calls."""
+        self.check.freed()
 
     def run(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         events.count("segment::rerun")

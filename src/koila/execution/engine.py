@@ -12,12 +12,14 @@ import torch
 
 from koila import events
 from koila._budget import Budget, current_budget
+from koila._torch import without_saved_tensors_hooks
 from koila.analysis.program import NotSplittable, program_of
 from koila.capture.lookup import BackwardRequest
 from koila.capture.pending import Recorder
 from koila.execution.advice import warn_of_closed_scope
 from koila.execution.attach import attached, count_fallback
 from koila.execution.commit import Binding, commit, give_up, is_from_user, restored_on_error, write_effects
+from koila.execution.eager_errors import check_again, note_recorded_gradients
 from koila.execution.evaluation import awaited
 from koila.execution.frames import few_frames
 from koila.execution.history import history_of
@@ -165,8 +167,11 @@ class Engine:
         graph = (task.whole if is_whole else task.own).graph
         if decision.fallback is not None:
             count_fallback(decision.fallback)
+        if is_whole and request is not None:
+            check_again(graph, request.roots)
         with restored_on_error(written_leaves(graph) if request else (), unless=is_from_user):
-            binding = self._whole(task) if is_whole else self._split(task, decision, noted, seeds)
+            with without_saved_tensors_hooks():  # Calls that were recorded did not see them.
+                binding = self._whole(task) if is_whole else self._split(task, decision, noted, seeds)
             if request is not None:
                 # A split run changes no gradient before its commit, which is PyTorch's own addition: no copies.
                 changing = accumulating(request, graph)
@@ -195,6 +200,7 @@ class Engine:
         write_effects(graph, results.written)
         for index, dim in results.batch_dims.items():
             graph.outputs[index].batch = dim  # A later program that starts from it can be cut, too.
+        note_recorded_gradients(graph)
         binding = self._bind(graph.nodes, bound, task)
         views = [value for value in task.own.derived if value.storage.real]
         if views:

@@ -97,7 +97,15 @@ def awaited(nodes: Sequence[Node]) -> list[Node]:
         concerned = [node.output(index) for index in range(node.num_outputs)] or list(_seen_through(node))
         if node.due or any(_leads_on(value, found) for value in concerned):
             found.add(node)
+    found.update([node for node in nodes if node.inference.writes and _spoils(node, found)])
     return [node for node in nodes if node in found]
+
+
+def _spoils(node: Node, found: set[Node]) -> bool:
+    """Whether a call writes to what an earlier one has read: autograd refuses to differentiate that one then."""
+    written = (node.operands[index] for index in node.inference.writes)
+    readers = (reference() for value in written if isinstance(value, Value) for reference in value.storage.readers)
+    return any(reader in found and reader.sequence < node.sequence for reader in readers if reader is not None)
 
 
 def _leads_on(value: Value | None, found: set[Node]) -> bool:

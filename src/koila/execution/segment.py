@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from koila._torch import keeps_graph
+from koila._torch import keeps_graph, will_run
 from koila.execution.history import BackwardHistory
 from koila.ir.graph import Graph
 from koila.ir.node import Value
@@ -55,6 +55,9 @@ class Rerun(Protocol):
     def check_fresh(self) -> None:
         """Raise if an input was changed since the forward pass (Rule 5)."""
 
+    def freed(self) -> None:
+        """A backward pass without `retain_graph` has gone through the segment."""
+
     def run(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The gradients of the leaves for those of the outputs."""
 
@@ -93,8 +96,13 @@ class SegmentState:
         gradients, self.held = self.held, None
         return gradients
 
-    def release(self) -> None:
-        """Forget the program, as autograd frees what it saved."""
+    def release(self, reaches_all: bool) -> None:
+        """Forget the program, as autograd frees what it saved.
+
+        If the backward pass does not reach all leaves (`inputs=`), it goes through some of the calls only.
+        """
+        if reaches_all and self._rerun is not None:
+            self._rerun.freed()
         self._rerun = self.held = None
 
 
@@ -123,7 +131,7 @@ class Segment(torch.autograd.Function):
         state: SegmentState = ctx.state
         found = state.gradients(gradients)
         if not keeps_graph():
-            state.release()
+            state.release(reaches_all=all(will_run(node) for node, _ in ctx.next_functions if node is not None))
         handed = (None, None, *found)
         found.clear()
         return handed

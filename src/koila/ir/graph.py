@@ -250,25 +250,27 @@ def _before(node: Node) -> list[Node]:
     return needed
 
 
-def connected_leaves(graph: Graph, value: Value) -> tuple[int, ...]:
-    """Leaves that autograd would reach from a value: through calls recorded with gradients, not through `detach`."""
-    index = {id(leaf): number for number, leaf in enumerate(graph.leaves)}
-    found: set[int] = set()
+def connected_nodes(graph: Graph, values: Sequence[Value]) -> set[Node]:
+    """Calls through which autograd would go from pending values: those recorded with gradients, not `detach`."""
     seen: set[Node] = set()
-    pending = [maker for maker in _makers(value) if maker in graph.positions]
-    if value.real is not None and value.real.requires_grad:
-        found.add(index[id(value.real)])
+    pending = [maker for value in values for maker in _makers(value) if maker in graph.positions]
     while pending:
         node = pending.pop()
         if node in seen or not node.context.grad:
             continue
         seen.add(node)
-        for operand in node.operands:
-            if isinstance(operand, Value) and operand.node is not None:
+        for operand in node.values():
+            if operand.node is not None:
                 pending += [operand.node] if operand.requires_grad else []
                 pending += [w for w in operand.storage.writers if w.sequence < node.sequence and w in graph.positions]
-            else:
-                real = operand.real if isinstance(operand, Value) else operand
-                if real is not None and real.requires_grad:
-                    found.add(index[id(real)])
-    return tuple(sorted(found))
+    return seen
+
+
+def connected_leaves(graph: Graph, values: Sequence[Value], connected: set[Node] | None = None) -> tuple[int, ...]:
+    """Leaves that autograd would reach from values; `connected` are the calls on the way, if they are known."""
+    index = {id(leaf): number for number, leaf in enumerate(graph.leaves)}
+    nodes = connected_nodes(graph, values) if connected is None else connected
+    operands = (operand for node in nodes for operand in node.operands)
+    ready = (o for o in (*values, *operands) if not isinstance(o, Value) or o.node is None)
+    reals = (operand.real if isinstance(operand, Value) else operand for operand in ready)
+    return tuple(sorted({index[id(real)] for real in reals if real is not None and real.requires_grad}))

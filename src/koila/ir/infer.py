@@ -31,6 +31,7 @@ from koila._torch import (
 )
 from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
+from koila.ir.dtypes import is_refused
 from koila.ir.node import Value
 from koila.ir.owned import OwnedCall
 from koila.ir.prepass import Draw, Inference, Output, PrePass, prepass_of
@@ -74,6 +75,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_refused(func, args, kwargs):
+            raise _NeedsData("a mixture of dtypes that eager refuses")
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note_draw(func, args, kwargs)
         # native_batch_norm updates its statistics although its schema does not say so.

@@ -130,6 +130,7 @@ class Node:
         "draws",
         "due",
         "failed",
+        "freed",
         "func",
         "inference",
         "key",
@@ -167,6 +168,8 @@ class Node:
         """One source per random operator inside the call."""
         self.failed = False
         """Whether a run of it failed: it runs again, with its write, only for somebody who asks for its value."""
+        self.freed: int | None = None
+        """The backward pass without `retain_graph` that went through it: eager has freed what it saved for it."""
         self.due = False
         """Whether it writes to a real tensor (running statistics) and no run has done so yet."""
         self.done = False

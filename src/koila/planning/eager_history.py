@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from koila._torch import SAVED_PREFIX, input_metadata, sequence_number, storage_key
+from koila.ir import tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,12 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
     for name in dir(node):
         if name.startswith(SAVED_PREFIX):
             try:
-                value = getattr(node, name)
+                saved = getattr(node, name)
             except RuntimeError:  # It was freed by a backward pass.
                 continue
-            members = value if isinstance(value, (tuple, list)) else (value,)
-            yield from (member for member in members if isinstance(member, torch.Tensor))
+            members = saved if isinstance(saved, (tuple, list)) else (saved,)
+            # What a hook of the user's packed may be anything.
+            yield from (leaf for leaf in tree.leaves([each.data for each in members]) if isinstance(leaf, torch.Tensor))
 
 
 def _gradient_bytes(node: Any) -> int:

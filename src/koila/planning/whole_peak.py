@@ -16,7 +16,7 @@ import torch
 
 from koila import events
 from koila._bytes import format_bytes
-from koila._torch import FakeTensorMode
+from koila._torch import FakeTensorMode, without_saved_tensors_hooks
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 from koila.ir.job import Job
@@ -120,7 +120,7 @@ def _replayed(graph: Graph, roots: Sequence[Value]) -> FakeTracker:
             if value not in alive:
                 environment.pop(value, None)
 
-    with mode, FakeTracker() as tracker:
+    with mode, without_saved_tensors_hooks(), FakeTracker() as tracker:
         places = graph.positions
 
         def lookup_for(node: Node) -> Lookup:
