@@ -24,6 +24,7 @@ from koila._torch import (
     wrapper_stride,
     write_count,
 )
+from koila._torch.transforms import ADD_BATCH_DIM
 from koila.capture.bridge import Bridge
 from koila.capture.record import lazy_forward, realize, record
 from koila.capture.scan import scan_call
@@ -235,6 +236,7 @@ def _table() -> dict[Any, Handler]:
         _T.__format__: _format,
         _T.__hash__: _hash,
         _T.data.__set__: _refused("assigning .data", "use copy_(), or LazyTensor.set_tensor"),  # type: ignore[attr-defined]
+        ADD_BATCH_DIM: _forced("is_grads_batched", ADD_BATCH_DIM),
         torch.numel: _metadata(_T.numel),
         torch.is_floating_point: _metadata(_T.is_floating_point),
         torch.is_complex: _metadata(_T.is_complex),

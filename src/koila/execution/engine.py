@@ -12,6 +12,8 @@ import torch
 
 from koila import events
 from koila._budget import Budget, current_budget
+from koila._torch.dynamo import without_dynamo
+from koila._torch.transforms import outside_transforms
 from koila.analysis.program import NotSplittable, program_of
 from koila.capture.lookup import BackwardRequest
 from koila.capture.pending import Recorder
@@ -45,13 +47,13 @@ class Engine:
 
     def materialize(self, values: Sequence[Value], why: str) -> None:
         """Bind pending values to real tensors, and perform the pending effects."""
-        with few_frames(), step() as noted:
+        with few_frames(), outside_transforms(), without_dynamo(), step() as noted:
             self._serve(values, None, noted)
 
     def backward(self, request: BackwardRequest) -> None:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
-        with few_frames(), step() as noted:
+        with few_frames(), without_dynamo(), step() as noted:
             seeds = self._given_seeds(request, involved)
             noted.continues, noted.is_empty = was_bound_last(involved), False
             if not self._serve(involved, request, noted, seeds):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from koila._torch import keeps_graph
+from koila._torch.transforms import is_batched
 from koila.execution.history import BackwardHistory
 
 Gradients = list[torch.Tensor | None]
@@ -27,6 +28,9 @@ class Rerun(Protocol):
 
     def run(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The gradients of the leaves for those of the outputs."""
+
+    def whole(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        """The same by PyTorch's own autograd on the whole program."""
 
     def differentiably(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The same, as results of PyTorch's own autograd on the leaves."""
@@ -45,12 +49,15 @@ class SegmentState:
 
     def gradients(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The gradients for what the engine brings."""
+        is_of_many = any(map(is_batched, incoming))
         if self._history is not None:
-            self._history.followed(incoming[0])
+            self._history.followed(None if is_of_many else incoming[0])
         assert self._rerun is not None
         self._rerun.check_fresh()
         if torch.is_grad_enabled():  # create_graph=True: the gradients are to be differentiated again.
             return self._rerun.differentiably(incoming)
+        if is_of_many:  # is_grads_batched=True: only PyTorch's own kernels know such tensors.
+            return self._rerun.whole(incoming)
         if self.held is None or not all(map(_is_same, self.seeds, incoming)):
             self.held = None
             return self._rerun.run(incoming)

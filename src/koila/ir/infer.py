@@ -166,7 +166,10 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
             _state(fake) != before[id(operand)] or _storage_id(fake) in watch.writes
             for operand, fake in zip(operands, ordered, strict=True)
         ]
-        return _describe(result, ordered, written, watch, func in HIDDEN_WRITERS)
+        found = _describe(result, ordered, written, watch, func in HIDDEN_WRITERS)
+        if any(o.prepass.requires_grad for o in found.outputs) and not any(fake.requires_grad for fake in ordered):
+            raise _NeedsData("gradients of tensors that are not among its arguments")
+        return found
     except _NeedsData as reason:
         return Inference(None, (), forced=str(reason))
     except Exception as error:  # Whatever fake tensors cannot do, eager decides: it runs or raises its own error.
