@@ -15,13 +15,14 @@ from koila._budget import Budget, current_budget
 from koila._torch.dynamo import without_dynamo
 from koila._torch.transforms import outside_transforms
 from koila.analysis.program import NotSplittable, program_of
-from koila.capture.lookup import BackwardRequest
+from koila.capture.lookup import BackwardRequest, GradRequest
 from koila.capture.pending import Recorder
 from koila.execution.attach import attached, count_fallback
 from koila.execution.commit import Binding, commit, give_up, is_from_user, restored_on_error, write_effects
 from koila.execution.evaluation import awaited
 from koila.execution.frames import few_frames
 from koila.execution.history import history_of
+from koila.execution.inner import places_of, real_gradients
 from koila.execution.jobs import Pending, Task, accumulating, held_bytes, task_for
 from koila.execution.out_of_memory import note_failure, retried_once, run_until_it_fits
 from koila.execution.results import run_split, stream_split
@@ -59,6 +60,17 @@ class Engine:
             if not self._serve(involved, request, noted, seeds):
                 commit(request, seeds, accumulating(request, Graph((), ())))
         self._recorder.new_epoch()
+
+    def grad(self, request: GradRequest) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of real tensors, or of values that are made real first."""
+        involved = [each for each in (*request.outputs, *request.inputs) if isinstance(each, Value)]
+        self.materialize(involved, "autograd.grad")
+        roots = [each.real if isinstance(each, Value) else each for each in request.outputs]
+        return real_gradients(request, [root for root in roots if root is not None])
+
+    def is_inside(self, values: Sequence[Value], roots: Sequence[torch.Tensor]) -> bool:
+        """Whether a run in chunks has hidden one of these values behind these tensors."""
+        return bool(places_of(roots, values))
 
     def _given_seeds(self, request: BackwardRequest, involved: Sequence[Value]) -> Given:
         try:

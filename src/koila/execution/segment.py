@@ -16,12 +16,16 @@ import torch
 from koila._torch import keeps_graph
 from koila._torch.transforms import is_batched
 from koila.execution.history import BackwardHistory
+from koila.ir.graph import Graph
 
 Gradients = list[torch.Tensor | None]
 
 
 class Rerun(Protocol):
     """The program of a segment, ready to be run again for its gradients."""
+
+    own: Graph
+    """Its outputs are those of the segment."""
 
     def check_fresh(self) -> None:
         """Raise if an input was changed since the forward pass (Rule 5)."""
@@ -46,6 +50,11 @@ class SegmentState:
         """Gradients for `seeds`, computed with the values."""
         self.seeds: tuple[torch.Tensor | None, ...] = ()
         """For each output the seed that `held` was computed with; None if it was not differentiated."""
+
+    @property
+    def program(self) -> Graph | None:
+        """The program that the segment stands for; None once it was released."""
+        return None if self._rerun is None else self._rerun.own
 
     def gradients(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The gradients for what the engine brings."""
