@@ -94,6 +94,12 @@ class Realizer(Protocol):
     def backward(self, request: Any) -> None:
         """Run a backward pass from pending values and commit its gradients."""
 
+    def grad(self, request: Any) -> tuple[Any, ...]:
+        """The gradients that `torch.autograd.grad` would give, as real tensors."""
+
+    def is_inside(self, values: Sequence[Any], roots: Sequence[Any]) -> bool:
+        """Whether a run in chunks has hidden one of these values behind these real tensors."""
+
     def before_step(self, parameters: Sequence[Any]) -> None:
         """An optimizer is about to change these parameters."""
 

@@ -150,7 +150,7 @@ class ReadsItsData(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        return gradient * 2 * (1 if float(x.abs().max()) > 0 else 0)
+        return gradient * 2 * (1 if x.abs().max() > 0 else 0)
 
 
 def test_what_cannot_be_projected_runs_and_says_so() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from koila import events
+from koila._torch.transforms import active_transform
 from koila.capture.advice import begin_program, note_worker, warn_of_batch, warn_of_nothing_lazy
 from koila.capture.carried import run_carried
 from koila.capture.lazy import LazyTensor, real_tensor
@@ -116,6 +118,11 @@ def _user_mapping(tree: Any, batch: Any, group: _Group) -> Any:
 def make_lazy(values: tuple[Any, ...], batch: Any, budget: int | None = None) -> Any:
     """See `koila.lazy`."""
     install()
+    transform = active_transform()
+    if transform is not None:  # Its tensors are not what they seem, and it ends before anything would run.
+        events.count("eager::lazy", site=user_site())
+        events.count(f"eager_because::{transform}")
+        return values[0] if len(values) == 1 else values
     run_carried()
     begin_program()
     note_worker()

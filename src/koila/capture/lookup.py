@@ -24,12 +24,14 @@ from koila._torch import (
     wrapper_stride,
     write_count,
 )
+from koila._torch.transforms import ADD_BATCH_DIM, active_transform
 from koila.capture.advice import warn_of_eager_program
 from koila.capture.bridge import Bridge
-from koila.capture.record import lazy_forward, realize, record
+from koila.capture.record import input_value, lazy_forward, realize, record
 from koila.capture.scan import scan_call
 from koila.errors import CaptureError
 from koila.ir.cache import register
+from koila.ir.graph import collect
 from koila.ir.node import Value
 from koila.ir.prepass import Inference, Output, prepass_of
 from koila.ir.replay import current_context
@@ -49,6 +51,16 @@ class BackwardRequest:
     retain_graph: bool
     create_graph: bool
     inputs: tuple[Value | torch.Tensor, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GradRequest:
+    """Gradients asked for on real tensors: the arguments of `torch.autograd.grad`."""
+
+    outputs: tuple[Value | torch.Tensor, ...]
+    inputs: tuple[Value | torch.Tensor, ...]
+    seeds: tuple[torch.Tensor | None, ...] | None
+    options: dict[str, Any]
 
 
 def _forced(name: str, method: Handler) -> Handler:
@@ -95,10 +107,20 @@ def _autograd_backward(
     gradients = given if len(given) == len(roots) else given * len(roots)
     real = [grad.run() if type(grad) is Bridge.lazy_type else grad for grad in gradients]
     keep = create_graph if retain_graph is None else retain_graph
+    if inputs is not None and any(_inner(tensor) is not None for tensor in _as_tuple(inputs)):
+        _accumulate(inputs, _autograd_grad(roots, inputs, tuple(real), keep, create_graph))
+        return
     wanted = None if inputs is None else tuple(_unwrap(tensor) for tensor in _as_tuple(inputs))
     request = BackwardRequest(tuple(_unwrap(root) for root in roots), tuple(real), keep, create_graph, wanted)
     warn_of_eager_program()
     Bridge.realizer.backward(request)
+
+
+def _accumulate(inputs: Any, gradients: Any) -> None:
+    """What a backward pass does with the gradients of `inputs` that are no leaves."""
+    for tensor, gradient in zip(_as_tuple(inputs), gradients, strict=True):
+        found = _real_seed(gradient)
+        tensor.grad = found if tensor.grad is None else tensor.grad + found
 
 
 def _backward(
@@ -119,19 +141,54 @@ def _autograd_grad(
     materialize_grads: bool = False,
 ) -> Any:
     """Recorded like any other call: its results have the layout of its inputs."""
+    is_recorded = not (allow_unused or is_grads_batched or materialize_grads or active_transform() is not None)
+    if not is_recorded or not _is_one_program(outputs, inputs):
+        options = {
+            "retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": allow_unused,
+            "is_grads_batched": is_grads_batched, "materialize_grads": materialize_grads,
+        }  # fmt: skip
+        found = _grad_on_real(outputs, inputs, grad_outputs, options)
+        return map_leaves(found, _as_lazy) if is_recorded else found
     args = (outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched)
-    if allow_unused or is_grads_batched or materialize_grads:
-        return _grad_on_real(*args, materialize_grads)
     scan, cacheable = scan_call(torch.autograd.grad, args, {})
     metas = tuple(Output(_prepass(tensor).with_grad(bool(create_graph))) for tensor in _as_tuple(inputs))
     return record(torch.autograd.grad, scan, Inference(metas, metas, ordered=True), current_context(), cacheable)
 
 
-def _grad_on_real(outputs: Any, inputs: Any, *options: Any) -> Any:
-    """Which results are None depends on the graph: run first, then ask it."""
-    lazies = [t._value for t in (*_as_tuple(outputs), *_as_tuple(inputs)) if type(t) is Bridge.lazy_type]
-    Bridge.realizer.materialize(lazies, "autograd.grad")
-    return _forced("autograd.grad", torch.autograd.grad)(outputs, inputs, *options)
+def _is_one_program(outputs: Any, inputs: Any) -> bool:
+    """Whether the inputs are leaves, or lie in the pending program of the outputs: then the call can be recorded."""
+    pending = [root._value for root in _as_tuple(outputs) if type(root) is Bridge.lazy_type]
+    inner = [value for each in _as_tuple(inputs) if (value := _inner(each)) is not None]
+    if not inner:
+        return bool(pending) or any(type(each) is Bridge.lazy_type for each in _as_tuple(inputs))
+    if len(pending) < len(_as_tuple(outputs)) or any(value.real is not None for value in pending):
+        return False
+    graph = collect(pending, [])
+    is_known = all(value.node is None or value.node in graph.positions for value in inner)
+    return is_known and not Bridge.realizer.is_inside(inner, graph.leaves)
+
+
+def _inner(tensor: Any) -> Value | None:
+    """The value of a lazy tensor that is no leaf of autograd; None for any other tensor."""
+    if type(tensor) is not Bridge.lazy_type:
+        return None
+    value: Value = tensor._value
+    return value if value.node is not None or (value.real is not None and not value.real.is_leaf) else None
+
+
+def _grad_on_real(outputs: Any, inputs: Any, grad_outputs: Any, options: dict[str, Any]) -> Any:
+    """Which results are None depends on the graph, and so does whether the inputs are on it: run first, then ask it."""
+    seeds = None if grad_outputs is None else map_leaves(_as_tuple(grad_outputs), _real_seed)
+    reals = [tuple(map(_unwrap, _as_tuple(each))) for each in (outputs, inputs)]
+    return Bridge.realizer.grad(GradRequest(reals[0], reals[1], seeds, options))
+
+
+def _as_lazy(tensor: Any) -> Any:
+    return Bridge.lazy_type._wrap(input_value(tensor))
+
+
+def _real_seed(seed: Any) -> Any:
+    return realize(seed._value, "autograd.grad") if type(seed) is Bridge.lazy_type else seed
 
 
 def _prepass(tensor: Any) -> Any:
@@ -259,6 +316,7 @@ def _table() -> dict[Any, Handler]:
         _T.__format__: _format,
         _T.__hash__: _hash,
         _T.data.__set__: _refused("assigning .data", "use copy_(), or LazyTensor.set_tensor"),  # type: ignore[attr-defined]
+        ADD_BATCH_DIM: _forced("is_grads_batched", ADD_BATCH_DIM),
         torch.numel: _metadata(_T.numel),
         torch.is_floating_point: _metadata(_T.is_floating_point),
         torch.is_complex: _metadata(_T.is_complex),

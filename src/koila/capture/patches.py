@@ -16,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from koila._torch.dynamo import keep_dynamo_out
 from koila._torch.switches import watch_precision
 from koila.capture.bridge import Bridge
 from koila.capture.checkpoints import patch_checkpoint, reentrant_checkpoint
@@ -25,6 +26,7 @@ from koila.capture.pending import recorder
 from koila.capture.purity import Verdict, verdict_on
 from koila.capture.record import lazy_forward, run_eagerly
 from koila.capture.scan import scan_call
+from koila.capture.transforms import patch_gradcheck, patch_transforms
 from koila.errors import CaptureError
 from koila.ir.owned import Identity, OwnedCall
 from koila.ir.source import user_site
@@ -107,6 +109,35 @@ def _patch_function() -> None:
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
 
 
+class _ScriptCall(OwnedCall):
+    """Code that TorchScript compiled."""
+
+    __slots__ = ("_original",)
+
+    def __init__(self, owner: Any, original: Callable[..., Any]) -> None:
+        super().__init__(owner, f"script {owner.name}")
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._original(self.owner, *args, **kwargs)
+
+
+def _patch_scripts() -> None:
+    """Scripted and traced code runs at its call: parameters are hidden inside, and its optimiser drops gradients of
+    tensors that do not require grad in C++, as lazy ones do not."""
+    for kind in (torch.jit.ScriptFunction, torch.ScriptMethod):
+        original = kind.__call__
+
+        def call(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            if not _has_lazy((args, kwargs)):
+                return _original(self, *args, **kwargs)
+            script = _ScriptCall(self, _original)
+            scan, _ = scan_call(script, args, kwargs)
+            return run_eagerly(script, scan, "code compiled by TorchScript")
+
+        kind.__call__ = wraps(original)(call)
+
+
 def _patch_state() -> None:
     """Reading or replacing a module's state comes after the pending updates of its statistics."""
     for name in ("state_dict", "load_state_dict"):
@@ -126,10 +157,17 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 _lock = threading.Lock()
 _installed: list[bool] = []
+_PACKAGES = tuple(
+    f"koila.{name}"
+    for name in ("_torch", "_scopes", "_budget", "events", "ir", "capture", "analysis", "planning", "execution")
+)
+"""What Dynamo must not trace. `koila.delegates` is not among them: a lowered module may be part of a compiled one."""
 
 
 def install() -> None:
     """Patch once, whichever thread comes first."""
+    if not recorder.is_hidden_from_dynamo:
+        recorder.is_hidden_from_dynamo = keep_dynamo_out(_PACKAGES)
     if _installed:
         return
     with _lock:
@@ -140,5 +178,8 @@ def install() -> None:
             patch_fused_modules()
             watch_precision()
             install_distributed()
+            _patch_scripts()
+            patch_transforms()
+            patch_gradcheck()
             register_optimizer_step_pre_hook(_before_step)
             _installed.append(True)

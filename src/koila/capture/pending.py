@@ -66,6 +66,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.place = _Place()
+        self.is_hidden_from_dynamo = False
+        """Whether Dynamo is loaded and was told to skip koila: then calls may come from compiled code."""
 
     @property
     def real_storages(self) -> weakref.WeakValueDictionary[int, Storage]:

@@ -44,11 +44,12 @@ MARK = "__koila_purity__"
 BUILTINS = frozenset(
     {
         "abs", "all", "any", "dict", "divmod", "enumerate", "filter", "frozenset", "isinstance", "len", "list", "map",
-        "max", "min", "pow", "range", "reversed", "round", "set", "slice", "sorted", "str", "sum", "tuple", "type",
-        "zip", "Ellipsis", "NotImplemented",
+        "max", "min", "pow", "range", "reversed", "round", "set", "slice", "sorted", "sum", "tuple", "zip", "Ellipsis",
+        "NotImplemented",
     }
 )  # fmt: skip
-"""Functions of Python that neither read data nor change anything. `float(t)` and `int(t)` read a tensor's data."""
+"""Functions of Python that neither read data nor change anything. `float(t)` and `str(t)` read a tensor's data, and
+`type(t)` is another one in a trace."""
 PURE_MODULES = (math.__name__, "_operator")
 """Modules written in C whose functions depend on their arguments alone."""
 CLASSES = frozenset(
@@ -68,6 +69,7 @@ STATE = {
     "register_post_accumulate_grad_hook": "registers a hook", "share_memory_": "moves memory",
     "is_shared": "reads where memory is", "is_pinned": "reads where memory is", "set_": "replaces memory",
     "resize_": "replaces memory", "detach_": "changes autograd's graph", "format": "reads data",
+    "output_nr": "reads autograd's graph", "retains_grad": "reads autograd's graph",
 }  # fmt: skip
 """Attributes of tensors and plain values that no trace can follow, with what they do."""
 MUTATORS: dict[type, frozenset[str]] = {
@@ -273,6 +275,10 @@ class _Reading:
         elif name == "STORE_ATTR":
             if not self._is_context(steps[index - 1] if index else None):
                 self._refuse(f"sets the attribute {step.argval}")
+        elif name == "PUSH_EXC_INFO" and steps[index + 1].opname != "WITH_EXCEPT_START":
+            self._refuse("catches exceptions, also those that a trace raises")
+        elif name.startswith("FORMAT_") and not _is_raised(steps, index):
+            self._refuse("makes a text, which may read data")
         elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
             self.proof.attributes.add("[]=")
         elif name.startswith(("STORE_FAST", "DELETE_FAST", "STORE_DEREF")) and self.context in _names(step)[:1]:
@@ -332,6 +338,9 @@ class _Reading:
             self._refuse(f"reads .{name} of something that is no tensor")
         if draws_random_numbers(name):
             self._refuse(f"uses .{name}, which draws random numbers")
+        method = getattr(torch.Tensor, name, None)
+        if isinstance(method, FunctionType) and not _is_of_torch(method.__globals__):
+            self._refuse(f"uses .{name}, which was added to torch.Tensor")
         self.proof.attributes.add(name)
 
     def _is_context(self, before: dis.Instruction | None) -> bool:
@@ -349,6 +358,16 @@ _OWN_CELLS = frozenset(
     {"MAKE_CELL", "LOAD_CLOSURE", "LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF", "COPY_FREE_VARS", "LOAD_FAST_AND_CLEAR"}
 )
 """Instructions on variables that nested functions share."""
+
+
+def _is_raised(steps: list[dis.Instruction], index: int) -> bool:
+    """Whether a text is the message of an exception: nothing is stored or returned before that is raised."""
+    for step in steps[index:]:
+        if step.opname == "RAISE_VARARGS":
+            return True
+        if step.opname.startswith(("STORE", "RETURN", "POP_", "YIELD")):
+            return False
+    return False
 
 
 def _names(step: dis.Instruction) -> tuple[Any, ...]:

@@ -14,6 +14,8 @@ import torch
 
 from koila import events
 from koila._torch import finished, saved_tensors_hooks, storage_key
+from koila._torch.dynamo import in_compiled_code
+from koila._torch.transforms import active_transform
 from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
 from koila.capture.scan import Scan, scan_call, shape_key, trie_key
@@ -24,7 +26,7 @@ from koila.ir.node import Node, Storage, Value, function_name, version_of
 from koila.ir.prepass import Inference, Output, PrePass, prepass_of
 from koila.ir.replay import Context, current_context
 from koila.ir.source import user_site
-from koila.ir.tree import map_leaves
+from koila.ir.tree import leaves, map_leaves
 
 MAX_DEPTH = 10_000
 """A longer chain of pending calls is cut: its end is run."""
@@ -59,6 +61,11 @@ def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     >>> koila.lazy_forward(torch.add, koila.lazy(torch.ones(2)), 1).run()
     tensor([2., 2.])
     """
+    transform = active_transform()
+    if transform is not None:
+        return run_in_transform(func, args, kwargs, transform)
+    if recorder.is_hidden_from_dynamo and in_compiled_code():
+        events.count("compiled code is not used: recorded instead", site=user_site())
     scan, cacheable = scan_call(func, args, kwargs)
     context = current_context()
     inference = _inference_for(func, scan, cacheable, context)
@@ -234,6 +241,33 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
         return Bridge.lazy_type._wrap(input_value(finished(leaf), _batch_like(leaf, operands), budget))
 
     return map_leaves(result, wrap)
+
+
+def run_in_transform(func: Any, args: Any, kwargs: Any, transform: str) -> Any:
+    """Make a call inside of a functional transform, or of a level of forward-mode AD; counted (Rule 6).
+
+    Its results may be tensors of the transform, so they are given as they are; nothing is recorded before it ends.
+    """
+    events.count(f"eager::{function_name(func)}", site=user_site())
+    events.count(f"eager_because::{transform}")
+    lazies = [leaf for leaf in leaves((args, kwargs)) if type(leaf) is Bridge.lazy_type]
+    values = [lazy._value for lazy in lazies]
+    if _may_write(func, kwargs):
+        run_readers(values)
+    reals = {id(lazy): realize(lazy._value, transform) for lazy in lazies}
+    swap = lambda leaf: reals.get(id(leaf), leaf)  # noqa: E731
+    result = func(*map_leaves(args, swap), **map_leaves(kwargs, swap))
+    for value in values:
+        assert value.real is not None
+        value.prepass = _same_batch(value.prepass, prepass_of(value.real))
+    back = {id(lazy._value.real): lazy for lazy in lazies}
+    return map_leaves(result, lambda leaf: back.get(id(leaf), leaf))
+
+
+def _may_write(func: Any, kwargs: Any) -> bool:
+    """Whether the name of a function says that it changes an argument: `add_`, `__iadd__`, `__setitem__`, `out=`."""
+    name = str(getattr(func, "__name__", ""))
+    return "out" in kwargs or name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
 
 
 def _batch_like(result: torch.Tensor, operands: Sequence[Value]) -> int | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from koila import events
 from koila._torch import FakeTensor, get_proxy_mode
 from koila._torch.delegates import (
     DispatchKey,
@@ -31,9 +32,11 @@ from koila._torch.delegates import (
     register_fake,
     track_tensor_tree,
 )
+from koila._torch.transforms import has_tangent
 from koila.delegates.gradient import Surroundings
 from koila.delegates.original import without_aliases
 from koila.errors import DelegateError
+from koila.ir.source import user_site
 
 __all__ = [
     "call_delegate",
@@ -185,6 +188,11 @@ class DelegateFunction(torch.autograd.Function):
 def call_delegate_autograd(lowered_module: Any, *args: Any) -> Any:
     """Put the call into the autograd graph if an input requires a gradient."""
     leaves, spec = pytree.tree_flatten(args)
+    if any(isinstance(leaf, torch.Tensor) and has_tangent(leaf) for leaf in leaves):
+        # A backend knows no tangents: the original runs on PyTorch's own engine; counted (Rule 6).
+        events.count("eager::call_delegate", site=user_site())
+        events.count("eager_because::forward-mode AD")
+        return lowered_module.original_module.module()(*unwrap_immutable(args))
     needs_graph = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
     if not (needs_graph and torch.is_grad_enabled()):
         with below_autograd():

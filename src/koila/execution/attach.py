@@ -174,12 +174,18 @@ class _Rerun:
             count_fallback(decision.fallback)
         return gradients_whole(self.job.graph, outputs, seeds, self.job.demand.wrt)
 
+    def whole(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        return self._whole(incoming, "is_grads_batched=True needs the graph of the whole run", create_graph=False)
+
     def differentiably(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        return self._whole(incoming, "create_graph=True needs the graph of the whole run", create_graph=True)
+
+    def _whole(self, incoming: Sequence[torch.Tensor | None], reason: str, create_graph: bool) -> Gradients:
         events.count("segment::rerun")
-        count_fallback("create_graph=True needs the graph of the whole run")
+        count_fallback(reason)
         roots = [value for value, g in zip(self.own.outputs, incoming, strict=True) if g is not None]
         seeds = [g for g in incoming if g is not None]
-        return gradients_whole(self.own, roots, seeds, self.leaves, create_graph=True)
+        return gradients_whole(self.own, roots, seeds, self.leaves, create_graph)
 
 
 def count_fallback(reason: str) -> None:

@@ -13,8 +13,10 @@ import torch
 from koila import events
 from koila._budget import Budget, current_budget
 from koila._torch import without_saved_tensors_hooks
+from koila._torch.dynamo import without_dynamo
+from koila._torch.transforms import outside_transforms
 from koila.analysis.program import NotSplittable, program_of
-from koila.capture.lookup import BackwardRequest
+from koila.capture.lookup import BackwardRequest, GradRequest
 from koila.capture.pending import Recorder
 from koila.execution.advice import warn_of_closed_scope
 from koila.execution.attach import attached, count_fallback
@@ -23,6 +25,7 @@ from koila.execution.eager_errors import check_again, note_recorded_gradients
 from koila.execution.evaluation import awaited
 from koila.execution.frames import few_frames
 from koila.execution.history import history_of
+from koila.execution.inner import places_of, real_gradients
 from koila.execution.jobs import Pending, Task, accumulating, held_bytes, task_for
 from koila.execution.out_of_memory import note_failure, retried_once, run_until_it_fits
 from koila.execution.results import run_split, stream_split
@@ -50,18 +53,29 @@ class Engine:
 
     def materialize(self, values: Sequence[Value], why: str) -> None:
         """Bind pending values to real tensors, and perform the pending effects."""
-        with few_frames(), ordinary_state(), step() as noted:
+        with few_frames(), ordinary_state(), outside_transforms(), without_dynamo(), step() as noted:
             self._serve(values, None, noted)
 
     def backward(self, request: BackwardRequest) -> None:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
-        with few_frames(), ordinary_state(), step() as noted:
+        with few_frames(), ordinary_state(), without_dynamo(), step() as noted:
             seeds = self._given_seeds(request, involved)
             noted.continues, noted.is_empty = was_bound_last(involved), False
             if not self._serve(involved, request, noted, seeds):
                 commit(request, seeds, accumulating(request, Graph((), ())))
         self._recorder.new_epoch()
+
+    def grad(self, request: GradRequest) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of real tensors, or of values that are made real first."""
+        involved = [each for each in (*request.outputs, *request.inputs) if isinstance(each, Value)]
+        self.materialize(involved, "autograd.grad")
+        roots = [each.real if isinstance(each, Value) else each for each in request.outputs]
+        return real_gradients(request, [root for root in roots if root is not None])
+
+    def is_inside(self, values: Sequence[Value], roots: Sequence[torch.Tensor]) -> bool:
+        """Whether a run in chunks has hidden one of these values behind these tensors."""
+        return bool(places_of(roots, values))
 
     def _given_seeds(self, request: BackwardRequest, involved: Sequence[Value]) -> Given:
         try:

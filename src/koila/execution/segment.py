@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from koila._torch import keeps_graph, will_run
+from koila._torch.transforms import is_batched
 from koila.execution.history import BackwardHistory
 from koila.ir.graph import Graph
 from koila.ir.node import Value
@@ -51,6 +52,7 @@ class Rerun(Protocol):
     """The program of a segment, ready to be run again for its gradients."""
 
     own: Graph
+    """Its outputs are those of the segment."""
 
     def check_fresh(self) -> None:
         """Raise if an input was changed since the forward pass (Rule 5)."""
@@ -60,6 +62,9 @@ class Rerun(Protocol):
 
     def run(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The gradients of the leaves for those of the outputs."""
+
+    def whole(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
+        """The same by PyTorch's own autograd on the whole program."""
 
     def differentiably(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The same, as results of PyTorch's own autograd on the leaves."""
@@ -82,14 +87,22 @@ class SegmentState:
         own = None if self._rerun is None else self._rerun.own
         return own is not None and value in own.produced and value not in own.outputs
 
+    @property
+    def program(self) -> Graph | None:
+        """The program that the segment stands for; None once it was released."""
+        return None if self._rerun is None else self._rerun.own
+
     def gradients(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The gradients for what the engine brings."""
+        is_of_many = any(map(is_batched, incoming))
         if self._history is not None:
-            self._history.followed(incoming[0])
+            self._history.followed(None if is_of_many else incoming[0])
         assert self._rerun is not None
         self._rerun.check_fresh()
         if torch.is_grad_enabled():  # create_graph=True: the gradients are to be differentiated again.
             return self._rerun.differentiably(incoming)
+        if is_of_many:  # is_grads_batched=True: only PyTorch's own kernels know such tensors.
+            return self._rerun.whole(incoming)
         if self.held is None or not all(map(_is_same, self.seeds, incoming)):
             self.held = None
             return self._rerun.run(incoming)

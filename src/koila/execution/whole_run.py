@@ -114,6 +114,20 @@ def run_whole(
         return _replay(graph, wanted, effects, {}, required or (lambda: graph.positions.keys()))
 
 
+def inner_gradient(
+    graph: Graph, roots: Sequence[Value], seeds: Sequence[torch.Tensor], wrt: Value
+) -> torch.Tensor | None:  # fmt: skip
+    """The gradient of some values with respect to another one inside of a program, by replaying it.
+
+    It is replayed on stand-ins that share their data with the leaves, so that nobody's hooks are called.
+    """
+    swap = {id(leaf): leaf.detach().requires_grad_() for leaf in graph.leaves if leaf.requires_grad}
+    with torch.enable_grad():
+        environment, _ = _replay(graph, {*roots, wrt}, set(), swap, lambda: graph.positions.keys())
+        wanted = [environment[root] for root in roots]
+        return torch.autograd.grad(wanted, environment[wrt], list(seeds), allow_unused=True)[0]
+
+
 def gradients_whole(
     graph: Graph,
     roots: Sequence[Value],

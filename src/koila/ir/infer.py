@@ -182,6 +182,8 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
             for operand, fake in zip(operands, ordered, strict=True)
         ]
         inference = _describe(result, ordered, written, watch, func in HIDDEN_WRITERS)
+        if any(o.prepass.requires_grad for o in inference.outputs) and not any(fake.requires_grad for fake in ordered):
+            raise _NeedsData("gradients of tensors that are not among its arguments")
     except _NeedsData as reason:
         return Inference(None, (), forced=str(reason))
     except Exception as error:  # Whatever fake tensors cannot do, eager decides: it runs or raises its own error.
