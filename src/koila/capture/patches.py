@@ -1,8 +1,8 @@
 """Entry points of torch that do not ask `__torch_function__`, handled on purpose.
 
 *Takes* torch. *Gives* the same torch, except that `autograd.Function.apply`, `torch.utils.checkpoint.checkpoint` and
-the modules with fused fast paths look for lazy arguments first, and that a module's state and an optimizer's step come
-after what is pending for them. Without anything lazy all of them do exactly what they did.
+the modules with fused fast paths look for lazy arguments first, and that a module's state and an optimizer's step or
+an average of weights come after what is pending for them. Without anything lazy all of them do exactly what they did.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
 from koila._torch.dynamo import keep_dynamo_out
 from koila._torch.switches import watch_precision
@@ -155,6 +156,18 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     Bridge.realizer.before_step([p for group in optimizer.param_groups for p in group["params"]])
 
 
+def _patch_averages() -> None:
+    """An average of weights is written to like parameters by an optimizer: what is pending on it comes before."""
+    original = AveragedModel.update_parameters
+
+    @wraps(original)
+    def update_parameters(self: Any, model: Any) -> None:
+        Bridge.realizer.before_step([*self.parameters(), *self.buffers()])
+        original(self, model)
+
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
+
+
 _lock = threading.Lock()
 _installed: list[bool] = []
 _PACKAGES = tuple(
@@ -181,5 +194,6 @@ def install() -> None:
             _patch_scripts()
             patch_transforms()
             patch_gradcheck()
+            _patch_averages()
             register_optimizer_step_pre_hook(_before_step)
             _installed.append(True)

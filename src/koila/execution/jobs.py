@@ -202,14 +202,13 @@ def _without(graph: Graph, left_out: set[Node]) -> Graph:
 
 
 def requested_roots(request: BackwardRequest, graph: Graph) -> tuple[int, ...]:
-    """Outputs that a request differentiates; none if a seed is missing or wrong: eager's engine says so itself."""
+    """Outputs that a request differentiates; none if a seed is missing or does not fit: eager's engine then says so."""
     place = {value: index for index, value in enumerate(graph.outputs)}
     found: list[int] = []
     for root, seed in zip(request.roots, request.gradients, strict=True):
         if isinstance(root, Value) and root in place:
-            if seed is None and any(size != 1 for size in root.prepass.shape):
-                return ()
-            if seed is not None and tuple(seed.shape) != root.prepass.shape:
+            shape = root.prepass.shape
+            if any(size != 1 for size in shape) if seed is None else tuple(seed.shape) != shape:
                 return ()
             found.append(place[root])
     return tuple(dict.fromkeys(found))

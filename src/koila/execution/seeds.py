@@ -25,7 +25,7 @@ Given = Sequence[torch.Tensor | None]
 def seed_for(prepass: PrePass, given: torch.Tensor | None, number: float = 1.0) -> torch.Tensor:
     """The seed of a root in the layout that the program was traced with; `number` everywhere if none is given."""
     layout = seed_layout(prepass)
-    if given is not None and tuple(given.stride()) == layout.stride:
+    if given is not None and given.dtype == layout.dtype and tuple(given.stride()) == layout.stride:
         return given
     made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
     return made.fill_(number) if given is None else made.copy_(given)
