@@ -97,5 +97,8 @@ class Realizer(Protocol):
     def before_step(self, parameters: Sequence[Any]) -> None:
         """An optimizer is about to change these parameters."""
 
+    def run_what_fits(self, values: Sequence[Any], why: str) -> None:
+        """Run those of the values that the user holds, the smallest first, as far as there is room to keep them."""
+
     def batch_of(self, value: Any) -> BatchInfo | None:
         """The batch dimension that the analysis finds in a value."""

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from koila import events
 from koila.capture.carried import run_carried
 from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.patches import install
 from koila.capture.record import input_value
 from koila.errors import CaptureError
+from koila.ir.prepass import is_plain
 from koila.ir.source import user_site
 from koila.ir.tree import rebuild
 
@@ -80,7 +82,8 @@ def _make_lazy(tree: Any, batch: Any, group: _Group) -> Any:
         return tree
     if isinstance(tree, torch.Tensor):
         real = real_tensor(tree)
-        if real.layout != torch.strided:
+        if not is_plain(real):
+            events.count(f"inputs::left as they are::{type(real).__name__}, {real.layout}", site=user_site())
             return real
         dim = group.join(real, batch if isinstance(batch, int) else None)
         return LazyTensor._wrap(input_value(real, dim, group.budget))

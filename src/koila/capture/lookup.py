@@ -17,6 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from koila._torch import (
+    DATA_SETTER,
     TYPED_STORAGE,
     VERSION_GETTER,
     without_torch_function,
@@ -30,7 +31,7 @@ from koila.capture.scan import scan_call
 from koila.errors import CaptureError
 from koila.ir.cache import register
 from koila.ir.node import Value
-from koila.ir.prepass import Inference, Output, prepass_of
+from koila.ir.prepass import QUANTISED, Inference, Output, prepass_of
 from koila.ir.replay import current_context
 from koila.ir.source import user_site
 from koila.ir.tree import map_leaves
@@ -121,6 +122,8 @@ def _autograd_grad(
     if allow_unused or is_grads_batched or materialize_grads:
         return _grad_on_real(*args, materialize_grads)
     scan, cacheable = scan_call(torch.autograd.grad, args, {})
+    if scan.foreign is not None:
+        return _grad_on_real(*args, materialize_grads)
     metas = tuple(Output(_prepass(tensor).with_grad(bool(create_graph))) for tensor in _as_tuple(inputs))
     return record(torch.autograd.grad, scan, Inference(metas, metas, ordered=True), current_context(), cacheable)
 
@@ -200,6 +203,10 @@ def _version(self: Any) -> int:
     return len(self._value.storage.writers) + (0 if self._value.real is None else write_count(self._value.real))
 
 
+def _is_quantized(self: Any) -> bool:
+    return self._value.prepass.dtype in QUANTISED
+
+
 def _is_inference(self: Any) -> bool:
     return bool(self._value.prepass.inference)
 
@@ -223,7 +230,7 @@ _METADATA = (
     "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "element_size", "ndimension",
     "is_contiguous", "get_device", "is_signed", "storage_offset", "__len__",
 )  # fmt: skip
-_METADATA_ATTRIBUTES = ("layout", "is_cuda", "is_sparse", "is_quantized", "is_meta", "itemsize", "nbytes", "is_nested",
+_METADATA_ATTRIBUTES = ("layout", "is_cuda", "is_sparse", "is_meta", "itemsize", "nbytes", "is_nested",
                         "is_mkldnn", "is_mps", "is_xpu", "is_cpu")  # fmt: skip
 
 
@@ -237,12 +244,13 @@ def _table() -> dict[Any, Handler]:
         _T.requires_grad_: _requires_grad_,
         _T.grad_fn.__get__: _grad_fn,  # type: ignore[union-attr]
         VERSION_GETTER: _version,
+        _T.is_quantized.__get__: _is_quantized,  # type: ignore[attr-defined]
         _T.is_inference: _is_inference,
         torch.is_inference: _is_inference,
         _T.__iter__: _iterate,
         _T.__format__: _format,
         _T.__hash__: _hash,
-        _T.data.__set__: _refused("assigning .data", "use copy_(), or LazyTensor.set_tensor"),  # type: ignore[attr-defined]
+        DATA_SETTER: _refused("assigning .data", "use copy_(), or LazyTensor.set_tensor"),
         torch.numel: _metadata(_T.numel),
         torch.is_floating_point: _metadata(_T.is_floating_point),
         torch.is_complex: _metadata(_T.is_complex),
@@ -257,6 +265,10 @@ def _table() -> dict[Any, Handler]:
 
 
 _handlers = _table()
+
+
+original_methods: dict[str, Handler] = {}
+"""PyTorch's own methods, by name, where `koila.capture.writes` has put others over them."""
 
 
 def lookup_function(func: Handler) -> Handler:
@@ -274,7 +286,7 @@ def lookup_method(name: str) -> Handler:
     Raises:
         AttributeError: `torch.Tensor` has no such method.
     """
-    return lookup_function(getattr(torch.Tensor, name))
+    return lookup_function(original_methods.get(name) or getattr(torch.Tensor, name))
 
 
 class _Found:

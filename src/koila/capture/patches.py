@@ -2,7 +2,7 @@
 
 *Takes* torch. *Gives* the same torch, except that `autograd.Function.apply`, `torch.utils.checkpoint.checkpoint` and
 the modules with fused fast paths look for lazy arguments first, and that a module's state and an optimizer's step come
-after what is pending for them. Without anything lazy all of them do exactly what they did.
+after what is pending for them (`koila.capture.writes`: and a write to a tensor). Without anything lazy all of them do exactly what they did.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from koila._torch import FIND_TENSORS
 from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
 from koila.capture.record import lazy_forward, realize
+from koila.capture.writes import install_writes
 from koila.ir.owned import OwnedCall
-from koila.ir.tree import leaves
+from koila.ir.tree import leaves, map_leaves
 
 
 def _has_lazy(tree: Any) -> bool:
@@ -124,6 +125,21 @@ def _patch_ddp() -> None:
     setattr(distributed, FIND_TENSORS, find_tensors)
 
 
+def _patch_gradcheck() -> None:
+    """It takes the outputs of the user's function apart in C++: they must be real by then."""
+    for name in ("gradcheck", "gradgradcheck"):
+        original = getattr(torch.autograd, name)
+
+        def check(func: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            return _original(lambda *inputs: _real_outputs(func(*inputs)), *args, **kwargs)
+
+        setattr(torch.autograd, name, wraps(original)(check))
+
+
+def _real_outputs(outputs: Any) -> Any:
+    return map_leaves(outputs, lambda leaf: realize(leaf._value, "gradcheck") if _has_lazy(leaf) else leaf)
+
+
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     Bridge.realizer.before_step([p for group in optimizer.param_groups for p in group["params"]])
 
@@ -143,5 +159,7 @@ def install() -> None:
             _patch_state()
             _patch_fast_paths()
             _patch_ddp()
+            _patch_gradcheck()
+            install_writes()
             register_optimizer_step_pre_hook(_before_step)
             _installed.append(True)

@@ -46,13 +46,13 @@ class Engine:
 
     def materialize(self, values: Sequence[Value], why: str) -> None:
         """Bind pending values to real tensors, and perform the pending effects."""
-        with few_frames(), ordinary_state(), step() as noted:
+        with few_frames(), self._recorder.running(), ordinary_state(), step() as noted:
             self._serve(values, None, noted)
 
     def backward(self, request: BackwardRequest) -> None:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
-        with few_frames(), ordinary_state(), step() as noted:
+        with few_frames(), self._recorder.running(), ordinary_state(), step() as noted:
             seeds = self._given_seeds(request, involved)
             noted.continues, noted.is_empty = was_bound_last(involved), False
             if not self._serve(involved, request, noted, seeds):
@@ -68,15 +68,19 @@ class Engine:
 
     def before_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """An optimizer is about to change parameters: run what the user holds and is pending on them, if it fits."""
-        depending, due = self._recorder.depending_on(parameters), list[Value]()
-        room = held_bytes(current_budget(collect(depending, []).budgets)) if depending else 0
-        for value in sorted(depending, key=lambda value: value.prepass.num_bytes):
+        self.run_what_fits(self._recorder.depending_on(parameters), "optimizer step")
+
+    def run_what_fits(self, values: Sequence[Value], why: str) -> None:
+        """Run values before what they are made from changes: the smallest first, into the share for what is held."""
+        due = list[Value]()
+        room = held_bytes(current_budget(collect(values, []).budgets)) if values else 0
+        for value in sorted(values, key=lambda value: value.prepass.num_bytes):
             room -= value.prepass.num_bytes
             if room >= 0:
                 due.append(value)
         if due:
-            events.forced("optimizer step", user_site())
-            self.materialize(due, "optimizer step")
+            events.forced(why, user_site())
+            self.materialize(due, why)
 
     def batch_of(self, value: Value) -> BatchInfo | None:
         """Trace and type the program behind a value; nothing is run."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from koila._torch import (
 from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
 from koila.ir.node import Value
-from koila.ir.prepass import Draw, Inference, Output, PrePass, prepass_of
+from koila.ir.prepass import QUANTISED, Draw, Inference, Output, PrePass, prepass_of
 from koila.ir.tree import map_leaves
 
 aten = torch.ops.aten
@@ -78,6 +79,8 @@ class _Watch(TorchDispatchMode):
             for argument, value in zip(schema_of(func).arguments, args, strict=False):
                 if isinstance(value, torch.Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
                     self.writes.add(_storage_id(value))
+        if any(isinstance(leaf, torch.dtype) and leaf in QUANTISED for leaf in (*args, *kwargs.values())):
+            raise _NeedsData("quantised data")
         return func(*args, **kwargs)
 
     def _note_draw(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -104,6 +107,15 @@ def _state(fake: torch.Tensor) -> tuple[int, bool]:
     return 0 if fake.is_inference() else write_count(fake), fake.requires_grad
 
 
+def _memory(fake: torch.Tensor) -> tuple[int, int]:
+    """Which memory a tensor lies in; `set_` replaces it, and `resize_` may make it larger."""
+    return _storage_id(fake), fake.untyped_storage().nbytes()
+
+
+def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
+    return fake.shape, fake.stride(), fake.storage_offset()
+
+
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     """Instead of the user's hooks on saved tensors, which must not see fake ones."""
     return tensor
@@ -128,6 +140,8 @@ def _fake(prepass: PrePass, is_leaf: bool) -> torch.Tensor:
     """A fake tensor with that layout; one that requires grad is not a leaf unless the real one is."""
     if prepass.layout != torch.strided:
         raise _NeedsData(f"layout {prepass.layout}")
+    if prepass.dtype in QUANTISED:
+        raise _NeedsData(f"quantised data: {prepass.dtype}")
     base = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
     if prepass.offset:
         extent = prepass.offset + sum((n - 1) * s for n, s in zip(prepass.shape, prepass.stride, strict=True)) + 1
@@ -163,6 +177,7 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
             swap = lambda leaf: fakes.get(id(leaf), leaf)  # noqa: E731
             fake_args, fake_kwargs = map_leaves(args, swap), map_leaves(kwargs, swap)
             before = {key: _state(fake) for key, fake in fakes.items()}
+            places = [(fake, _memory(fake), _layout(fake)) for fake in (fakes[id(operand)] for operand in operands)]
             with watch, _silent.inside(True), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 result = func(*fake_args, **fake_kwargs)
         ordered = [fakes[id(operand)] for operand in operands]
@@ -170,7 +185,11 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
             _state(fake) != before[id(operand)] or _storage_id(fake) in watch.writes
             for operand, fake in zip(operands, ordered, strict=True)
         ]
-        return _describe(result, ordered, written, watch, func in HIDDEN_WRITERS)
+        if any(_memory(fake) != memory for fake, memory, _ in places):
+            raise _NeedsData("the memory of an operand is replaced")
+        found = _describe(result, ordered, written, watch, func in HIDDEN_WRITERS)
+        moved = tuple(index for index, (fake, _, layout) in enumerate(places) if _layout(fake) != layout)
+        return replace(found, reshapes=moved) if moved else found
     except _NeedsData as reason:
         return Inference(None, (), forced=str(reason))
     except Exception as error:  # Whatever fake tensors cannot do, eager decides: it runs or raises its own error.
@@ -203,7 +222,7 @@ def _describe(
     hidden = tuple(index for index in range(len(fakes)) if index in seen or (hides_writes and written[index]))
     writes = tuple(index for index in range(len(fakes)) if written[index] or index in hidden)
     grads = tuple(fakes[index].requires_grad for index in writes)
-    return Inference(structure, tuple(outputs), writes, grads, hidden, tuple(watch.draws))
+    return Inference(structure, tuple(outputs), writes, grads, hidden, draws=tuple(watch.draws))
 
 
 def compute_shape(key: Any, infer_now: Callable[[], Inference]) -> Inference:
