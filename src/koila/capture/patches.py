@@ -2,7 +2,8 @@
 
 *Takes* torch. *Gives* the same torch, except that `autograd.Function.apply`, `torch.utils.checkpoint.checkpoint` and
 the modules with fused fast paths look for lazy arguments first, and that a module's state and an optimizer's step come
-after what is pending for them (`koila.capture.writes`: and a write to a tensor). Without anything lazy all of them do exactly what they did.
+after what is pending for them. Writes to real tensors are patched in `koila.capture.writes`. Without anything lazy all
+of them do exactly what they did.
 """
 
 from __future__ import annotations

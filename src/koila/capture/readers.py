@@ -38,7 +38,7 @@ class _Readers:
                 self.nodes.append(node)
             if reads and not node.done:
                 if not node.failed and not node.has_changed:
-                    self.pending += [value for i in range(node.num_outputs) if (value := node.output(i)) is not None]
+                    self.pending += _results(node)
             elif reads or any(value.node in spoiled for value in node.values()):
                 spoiled.add(node)
                 self.released += node.waiting() if node.done else []
@@ -51,9 +51,14 @@ class _Readers:
     def give_up(self) -> None:
         """What has not run by now is stale, whether a version will tell or not."""
         for node in self.nodes:
-            outputs = (node.output(index) for index in range(node.num_outputs))
-            if any(value is not None and value.node is node for value in outputs):
+            if not node.done or any(value.node is node for value in _results(node)):
                 node.note_change(self._is_written)
+
+
+def _results(node: Node) -> list[Value]:
+    """Values that a call makes, and those that it writes to."""
+    made = [value for index in range(node.num_outputs) if (value := node.output(index)) is not None]
+    return made + [value for i in node.inference.writes if isinstance(value := node.operands[i], Value)]
 
 
 def run_readers(written: Sequence[Value | torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.utils.dlpack
 from torch.compiler import is_dynamo_compiling
 
-from koila._torch import DATA_GETTER, DATA_SETTER
+from koila._torch import DATA_GETTER, DATA_SETTER, TO_DLPACK
 from koila.capture.bridge import Bridge
 from koila.capture.lookup import implementation, original_methods
 from koila.capture.pending import recorder
@@ -84,13 +84,14 @@ def _patch_data() -> None:
 
 def _patch_dlpack() -> None:
     """The conversion of old, which asks nobody; `torch.from_dlpack` asks the tensor."""
-    original = torch.utils.dlpack.to_dlpack
+    original = TO_DLPACK
 
     @wraps(original)
     def to_dlpack(tensor: Any) -> Any:
         return original(realize(tensor._value, "to_dlpack") if type(tensor) is Bridge.lazy_type else tensor)
 
-    torch.utils.dlpack.to_dlpack = torch.to_dlpack = to_dlpack
+    for module in (torch, torch.utils.dlpack):
+        setattr(module, "to_dlpack", to_dlpack)  # noqa: B010
 
 
 def install_writes() -> None:

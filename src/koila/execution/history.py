@@ -40,7 +40,7 @@ class BackwardHistory:
         """A backward pass came."""
         self.asked = True
         if seed is not None and seed.numel() == 1:
-            self.seed = float(seed)
+            self.seed = float(seed.detach())
 
 
 _histories: Cache[BackwardHistory] = Cache("demand_cache", 256)

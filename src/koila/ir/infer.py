@@ -30,7 +30,7 @@ from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
 from koila.ir.node import Value
 from koila.ir.prepass import QUANTISED, Draw, Inference, Output, PrePass, prepass_of
-from koila.ir.tree import map_leaves
+from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
 
@@ -76,9 +76,10 @@ class _Watch(TorchDispatchMode):
         if func is aten.native_batch_norm.default and args[5]:
             self.hidden_writes += [_storage_id(stat) for stat in args[3:5] if stat is not None]
         if schema_of(func).is_mutable:
-            for argument, value in zip(schema_of(func).arguments, args, strict=False):
-                if isinstance(value, torch.Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
-                    self.writes.add(_storage_id(value))
+            given = [*args, *(kwargs.get(each.name) for each in schema_of(func).arguments[len(args) :])]
+            for argument, value in zip(schema_of(func).arguments, given, strict=True):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self.writes |= {_storage_id(leaf) for leaf in leaves(value) if isinstance(leaf, torch.Tensor)}
         if any(isinstance(leaf, torch.dtype) and leaf in QUANTISED for leaf in (*args, *kwargs.values())):
             raise _NeedsData("quantised data")
         return func(*args, **kwargs)
