@@ -103,6 +103,9 @@ class Realizer(Protocol):
     def before_step(self, parameters: Sequence[Any]) -> None:
         """An optimizer is about to change these parameters."""
 
+    def run_what_fits(self, values: Sequence[Any], why: str) -> None:
+        """Run those of the values that the user holds, the smallest first, as far as there is room to keep them."""
+
     def is_passed_by(self, value: Any) -> bool:
         """Whether gradients of results that a run in chunks has given pass through this value, out of its sight."""
 

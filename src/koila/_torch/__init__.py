@@ -61,6 +61,12 @@ write_count: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor was written; inference tensors raise. Look at: torch/csrc/autograd/python_variable.cpp."""
 VERSION_GETTER: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 """What `__torch_function__` is given when `_version` of a lazy tensor is read. Look at: torch/overrides.py."""
+DATA_GETTER: Any = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
+"""PyTorch's own `tensor.data`, over which a property is put. Look at: torch/csrc/autograd/python_variable.cpp."""
+DATA_SETTER: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+"""PyTorch's own `tensor.data = other`, which takes a wrapper without memory. Look at: the same file."""
+TO_DLPACK: Any = torch._C._to_dlpack
+"""PyTorch's own `torch.utils.dlpack.to_dlpack`, which asks nobody. Look at: torch/csrc/Module.cpp."""
 preserve_version = torch.autograd.grad_mode._unsafe_preserve_version_counter
 """A restored tensor keeps its version (Rule 4). Look at: torch/autograd/grad_mode.py; FSDP uses it."""
 negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view

@@ -20,7 +20,7 @@ from koila.capture.record import input_value, lazy_forward
 from koila.capture.scan import scan_call
 from koila.interfaces import BatchInfo
 from koila.ir.infer import compute_shape, infer
-from koila.ir.prepass import prepass_of
+from koila.ir.prepass import PLAIN_TYPES, prepass_of
 from koila.ir.replay import current_context
 from koila.ir.tree import leaves, map_leaves
 
@@ -92,3 +92,4 @@ def _is_large(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 Bridge.eager_type = EagerTensor
+PLAIN_TYPES.add(EagerTensor)

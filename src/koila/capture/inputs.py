@@ -18,6 +18,7 @@ from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.patches import install
 from koila.capture.record import input_value
 from koila.errors import CaptureError
+from koila.ir.prepass import is_plain
 from koila.ir.source import user_site
 from koila.ir.tree import leaves, rebuild
 
@@ -88,7 +89,8 @@ def _make_lazy(tree: Any, batch: Any, group: _Group) -> Any:
         return tree
     if isinstance(tree, torch.Tensor):
         real = real_tensor(tree)
-        if real.layout != torch.strided:
+        if not is_plain(real):
+            events.count(f"inputs::left as they are::{type(real).__name__}, {real.layout}", site=user_site())
             return real
         group.num_lazy += 1
         group.shapes.append(tuple(real.shape))

@@ -25,7 +25,7 @@ from koila.errors import CaptureError
 from koila.interfaces import BatchInfo, RunnableTensor
 from koila.ir.graph import collect
 from koila.ir.node import Value
-from koila.ir.prepass import PrePass
+from koila.ir.prepass import PrePass, is_plain
 from koila.ir.source import user_site
 from koila.ir.tree import map_leaves
 
@@ -55,7 +55,13 @@ class LazyTensor(torch.Tensor):
         run_carried()
         begin_program()
         note_worker()
-        return LazyTensor._wrap(input_value(real_tensor(tensor), batch))
+        real = real_tensor(tensor)
+        if not is_plain(real):
+            refuse(
+                f"LazyTensor takes a plain strided tensor, got a {type(real).__name__} of layout {real.layout}",
+                "koila.lazy leaves such tensors as they are: calls on them run eagerly",
+            )
+        return LazyTensor._wrap(input_value(real, batch))
 
     @staticmethod
     def _wrap(value: Value) -> LazyTensor:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from koila._torch import (
+    DATA_SETTER,
     TYPED_STORAGE,
     VERSION_GETTER,
     without_torch_function,
@@ -33,7 +34,7 @@ from koila.errors import CaptureError
 from koila.ir.cache import register
 from koila.ir.graph import collect
 from koila.ir.node import Value
-from koila.ir.prepass import Inference, Output, prepass_of
+from koila.ir.prepass import QUANTISED, Inference, Output, prepass_of
 from koila.ir.replay import current_context
 from koila.ir.source import user_site
 from koila.ir.tree import map_leaves
@@ -141,7 +142,10 @@ def _autograd_grad(
     materialize_grads: bool = False,
 ) -> Any:
     """Recorded like any other call: its results have the layout of its inputs."""
-    is_recorded = not (allow_unused or is_grads_batched or materialize_grads or active_transform() is not None)
+    args = (outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched)
+    scan, cacheable = scan_call(torch.autograd.grad, args, {})
+    in_general = allow_unused or is_grads_batched or materialize_grads or scan.foreign is not None
+    is_recorded = not in_general and active_transform() is None
     if not is_recorded or not _is_one_program(outputs, inputs):
         options = {
             "retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": allow_unused,
@@ -149,8 +153,6 @@ def _autograd_grad(
         }  # fmt: skip
         found = _grad_on_real(outputs, inputs, grad_outputs, options)
         return map_leaves(found, _as_lazy) if is_recorded else found
-    args = (outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched)
-    scan, cacheable = scan_call(torch.autograd.grad, args, {})
     metas = tuple(Output(_prepass(tensor).with_grad(bool(create_graph))) for tensor in _as_tuple(inputs))
     return record(torch.autograd.grad, scan, Inference(metas, metas, ordered=True), current_context(), cacheable)
 
@@ -273,6 +275,10 @@ def _version(self: Any) -> int:
     return len(self._value.storage.writers) + (0 if self._value.real is None else write_count(self._value.real))
 
 
+def _is_quantized(self: Any) -> bool:
+    return self._value.prepass.dtype in QUANTISED
+
+
 def _is_inference(self: Any) -> bool:
     return bool(self._value.prepass.inference)
 
@@ -296,7 +302,7 @@ _METADATA = (
     "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "element_size", "ndimension",
     "is_contiguous", "get_device", "is_signed", "storage_offset", "__len__",
 )  # fmt: skip
-_METADATA_ATTRIBUTES = ("layout", "is_cuda", "is_sparse", "is_quantized", "is_meta", "itemsize", "nbytes", "is_nested",
+_METADATA_ATTRIBUTES = ("layout", "is_cuda", "is_sparse", "is_meta", "itemsize", "nbytes", "is_nested",
                         "is_mkldnn", "is_mps", "is_xpu", "is_cpu")  # fmt: skip
 
 
@@ -310,12 +316,13 @@ def _table() -> dict[Any, Handler]:
         _T.requires_grad_: _requires_grad_,
         _T.grad_fn.__get__: _grad_fn,  # type: ignore[union-attr]
         VERSION_GETTER: _version,
+        _T.is_quantized.__get__: _is_quantized,  # type: ignore[attr-defined]
         _T.is_inference: _is_inference,
         torch.is_inference: _is_inference,
         _T.__iter__: _iterate,
         _T.__format__: _format,
         _T.__hash__: _hash,
-        _T.data.__set__: _refused("assigning .data", "use copy_(), or LazyTensor.set_tensor"),  # type: ignore[attr-defined]
+        DATA_SETTER: _refused("assigning .data", "use copy_(), or LazyTensor.set_tensor"),
         ADD_BATCH_DIM: _forced("is_grads_batched", ADD_BATCH_DIM),
         torch.numel: _metadata(_T.numel),
         torch.is_floating_point: _metadata(_T.is_floating_point),
@@ -333,6 +340,10 @@ def _table() -> dict[Any, Handler]:
 _handlers = _table()
 
 
+original_methods: dict[str, Handler] = {}
+"""PyTorch's own methods, by name, where `koila.capture.writes` has put others over them."""
+
+
 def lookup_function(func: Handler) -> Handler:
     """The lazy implementation of a torch function.
 
@@ -348,7 +359,7 @@ def lookup_method(name: str) -> Handler:
     Raises:
         AttributeError: `torch.Tensor` has no such method.
     """
-    return lookup_function(getattr(torch.Tensor, name))
+    return lookup_function(original_methods.get(name) or getattr(torch.Tensor, name))
 
 
 class _Found:

@@ -2,7 +2,8 @@
 
 *Takes* torch. *Gives* the same torch, except that `autograd.Function.apply`, `torch.utils.checkpoint.checkpoint` and
 the modules with fused fast paths look for lazy arguments first, and that a module's state and an optimizer's step or
-an average of weights come after what is pending for them. Without anything lazy all of them do exactly what they did.
+an average of weights come after what is pending for them. Writes to real tensors are patched in `koila.capture.writes`.
+Without anything lazy all of them do exactly what they did.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from koila.capture.purity import Verdict, verdict_on
 from koila.capture.record import lazy_forward, run_eagerly
 from koila.capture.scan import scan_call
 from koila.capture.transforms import patch_gradcheck, patch_transforms
+from koila.capture.writes import install_writes
 from koila.errors import CaptureError
 from koila.ir.owned import Identity, OwnedCall
 from koila.ir.source import user_site
@@ -195,5 +197,6 @@ def install() -> None:
             patch_transforms()
             patch_gradcheck()
             _patch_averages()
+            install_writes()
             register_optimizer_step_pre_hook(_before_step)
             _installed.append(True)

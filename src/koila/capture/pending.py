@@ -11,11 +11,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from koila._torch import storage_key
 from koila.ir.node import Node, Storage, Value
+from koila.ir.prepass import is_plain
 from koila.ir.source import Site
 from koila.ir.trie import TrieCache
 
@@ -50,6 +52,11 @@ class _Place(threading.local):
         self.not_carried: weakref.WeakSet[Value] = weakref.WeakSet()
         """Values that are not run before the next batch: that would free nothing, or failed once; see `carried`."""
         self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
+        self.addresses: set[int] = set()
+        """Where the real operands lie of the first `num_noted` calls of the tape."""
+        self.num_noted = 0
+        self.num_runs = 0
+        """How many runs are going on, one inside the other: what they write is in order already."""
         self._life = _Life()
         weakref.finalize(self._life, _left.append, (self.effects, self.tape)).atexit = False
 
@@ -59,6 +66,12 @@ class _Place(threading.local):
             effects, tape = _left.popleft()
             self.effects += effects
             self.tape += tape
+
+
+def address_of(operand: Value | torch.Tensor) -> int | None:
+    """The address of a real operand's storage."""
+    real = operand.real if isinstance(operand, Value) else operand
+    return None if real is None or not is_plain(real) else storage_key(real.untyped_storage())
 
 
 class Recorder:
@@ -85,6 +98,7 @@ class Recorder:
         self.place.num_before += self.place.count
         self.place.count = 0
         self.place.tape[:] = [reference for reference in self.place.tape if reference() is not None]
+        self.place.addresses, self.place.num_noted = set(), 0
 
     def num_recorded(self) -> int:
         """How many results this thread has recorded in its life."""
@@ -147,6 +161,28 @@ class Recorder:
         if not node.due:
             node.due = True
             self.place.effects.append(node)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A run of this thread goes on."""
+        place = self.place
+        place.num_runs += 1
+        try:
+            yield
+        finally:
+            place.num_runs -= 1
+
+    def is_read(self, tensor: torch.Tensor) -> bool:
+        """Whether a call that this thread recorded reads the memory of a real tensor; no during a run."""
+        place = self.place
+        if place.num_runs or not is_plain(tensor):
+            return False
+        for reference in place.tape[place.num_noted :]:
+            node = reference()
+            if node is not None:
+                place.addresses |= {found for o in node.operands if (found := address_of(o)) is not None}
+        place.num_noted = len(place.tape)
+        return address_of(tensor) in place.addresses
 
     def storage_of(self, operand: Value | torch.Tensor, register: bool = False) -> Storage | None:
         """The storage of an operand; a real tensor has one only if a pending call writes to it."""

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._torch import finished, saved_tensors_hooks, storage_key
+from koila._torch import finished, saved_tensors_hooks
 from koila._torch.dynamo import in_compiled_code
 from koila._torch.transforms import active_transform
 from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
+from koila.capture.readers import run_readers
 from koila.capture.scan import Scan, scan_call, shape_key, trie_key
 from koila.ir.draws import draw
 from koila.ir.graph import collect
 from koila.ir.infer import HIDDEN_WRITERS, compute_shape, infer
 from koila.ir.node import Node, Storage, Value, function_name, version_of
-from koila.ir.prepass import Inference, Output, PrePass, prepass_of
+from koila.ir.prepass import Inference, Output, PrePass, is_plain, prepass_of
 from koila.ir.replay import Context, current_context
 from koila.ir.source import user_site
 from koila.ir.tree import leaves, map_leaves
@@ -67,6 +68,8 @@ def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if recorder.is_hidden_from_dynamo and in_compiled_code():
         events.count("compiled code is not used: recorded instead", site=user_site())
     scan, cacheable = scan_call(func, args, kwargs)
+    if scan.foreign is not None:
+        return run_eagerly(func, scan, f"an operand of class {scan.foreign}")
     context = current_context()
     inference = _inference_for(func, scan, cacheable, context)
     if inference.forced is not None:
@@ -81,33 +84,6 @@ def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not inference.outputs and not inference.writes:
         return inference.structure  # A question that the layout answers.
     return record(func, scan, inference, context, cacheable)
-
-
-def run_readers(written: Sequence[Value | torch.Tensor]) -> None:
-    """What was recorded before a write must see the data before it."""
-    if not written:
-        return
-    places = {place for operand in written if (place := _place_of(operand)) is not None}
-    shared = {id(operand.storage) for operand in written if isinstance(operand, Value)}
-    due: list[Value] = []
-    spoiled: set[Node] = set()
-    for node in recorder.recorded():
-        reads = any(id(v.storage) in shared for v in node.values()) or any(
-            _place_of(o) in places for o in node.operands
-        )
-        if reads and not node.done:
-            due += [value for i in range(node.num_outputs) if (value := node.output(i)) is not None]
-        elif reads or any(value.node in spoiled for value in node.values()):
-            spoiled.add(node)  # It has run, but results that were released could not be computed again.
-            due += node.waiting() if node.done else []
-    if due:
-        Bridge.realizer.materialize(due, "a write to what it reads")
-
-
-def _place_of(operand: Value | torch.Tensor) -> int | None:
-    """The address of a real operand's storage."""
-    real = operand.real if isinstance(operand, Value) else operand
-    return None if real is None or real.layout != torch.strided else storage_key(real.untyped_storage())
 
 
 def _is_seen(operand: Value | torch.Tensor) -> bool:
@@ -219,6 +195,8 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
     recorder.note_eager(name, why)
     operands = [operand for operand in scan.operands if isinstance(operand, Value)]
     budget = budget_of(operands)
+    if _may_write(func, scan.kwargs):
+        run_readers(scan.operands)
     if any(value.real is None or value.storage.writers for value in operands):
         events.forced(why, user_site())
         Bridge.realizer.materialize(operands, why)
@@ -234,7 +212,7 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or any(leaf is original for original in scan.originals):
             return leaf
-        if leaf.layout != torch.strided or leaf.is_nested:
+        if not is_plain(leaf):
             return leaf
         if id(leaf) in back:
             return back[id(leaf)]

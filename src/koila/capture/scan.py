@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from koila.capture.bridge import Bridge
 from koila.ir.node import Value
 from koila.ir.owned import function_key, static_key
-from koila.ir.prepass import PrePass, prepass_of
+from koila.ir.prepass import PLAIN_TYPES, PrePass, prepass_of
 from koila.ir.replay import Context
 from koila.ir.tree import map_leaves, rebuild
 
@@ -31,7 +31,7 @@ SLOT_FUNCTIONS = {
 class Scan:
     """A call's arguments, taken apart."""
 
-    __slots__ = ("args", "function", "kwargs", "operands", "originals", "slots", "statics")
+    __slots__ = ("args", "foreign", "function", "kwargs", "operands", "originals", "slots", "statics")
 
     def __init__(self, func: Any) -> None:
         self.function = function_key(func)
@@ -47,6 +47,15 @@ class Scan:
         """What the call depends on besides its operands, in order."""
         self.slots: list[float] = []
         """Floats that may vary between steps."""
+        self.foreign: str | None = None
+        """The class of an operand whose meaning is not its data alone: a subclass of tensors, or a nested tensor."""
+
+    def take(self, real: torch.Tensor) -> None:
+        """A real tensor is an operand."""
+        self.operands.append(real)
+        self.originals.append(real)
+        if type(real) not in PLAIN_TYPES or real.is_nested:
+            self.foreign = type(real).__name__ if type(real) not in PLAIN_TYPES else "nested tensor"
 
 
 class Unhashable(Exception):
@@ -62,8 +71,7 @@ def _scan_leaf(leaf: Any, scan: Scan, slotted: bool) -> Any:
         return leaf._value
     if isinstance(leaf, torch.Tensor):
         real: torch.Tensor = leaf.run() if kind is Bridge.eager_type else leaf  # type: ignore[attr-defined]
-        scan.operands.append(real)
-        scan.originals.append(real)
+        scan.take(real)
         scan.statics.append(_TENSOR)
         return real
     if kind is float and slotted:
@@ -123,9 +131,11 @@ def scan_call(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Scan, b
 def _take_operand(leaf: Any, scan: Scan) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    real = leaf.run() if isinstance(leaf, Bridge.eager_type) else leaf
-    scan.operands.append(real._value if isinstance(real, Bridge.lazy_type) else real)
-    scan.originals.append(real)
+    if isinstance(leaf, Bridge.lazy_type):
+        scan.operands.append(leaf._value)
+        scan.originals.append(leaf)
+    else:
+        scan.take(leaf.run() if isinstance(leaf, Bridge.eager_type) else leaf)
     return scan.operands[-1]
 
 

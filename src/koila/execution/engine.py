@@ -7,6 +7,7 @@ is asked of a program stands in `koila.execution.jobs`, how it runs is decided i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -49,17 +50,23 @@ class Engine:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        """A run is its own: whatever PyTorch or the user does around it has no part in it."""
+        with self._recorder.running(), ordinary_state(), without_dynamo():
+            yield
+
     # What is asked for.
 
     def materialize(self, values: Sequence[Value], why: str) -> None:
         """Bind pending values to real tensors, and perform the pending effects."""
-        with few_frames(), ordinary_state(), outside_transforms(), without_dynamo(), step() as noted:
+        with few_frames(), self._serving(), outside_transforms(), step() as noted:
             self._serve(values, None, noted)
 
     def backward(self, request: BackwardRequest) -> None:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
-        with few_frames(), ordinary_state(), without_dynamo(), step() as noted:
+        with few_frames(), self._serving(), step() as noted:
             seeds = self._given_seeds(request, involved)
             noted.continues, noted.is_empty = was_bound_last(involved), False
             if not self._serve(involved, request, noted, seeds):
@@ -86,15 +93,19 @@ class Engine:
 
     def before_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """An optimizer is about to change parameters: run what the user holds and is pending on them, if it fits."""
-        depending, due = self._recorder.depending_on(parameters), list[Value]()
-        room = held_bytes(current_budget(collect(depending, []).budgets)) if depending else 0
-        for value in sorted(depending, key=lambda value: value.prepass.num_bytes):
+        self.run_what_fits(self._recorder.depending_on(parameters), "optimizer step")
+
+    def run_what_fits(self, values: Sequence[Value], why: str) -> None:
+        """Run values before what they are made from changes: the smallest first, into the share for what is held."""
+        due = list[Value]()
+        room = held_bytes(current_budget(collect(values, []).budgets)) if values else 0
+        for value in sorted(values, key=lambda value: value.prepass.num_bytes):
             room -= value.prepass.num_bytes
             if room >= 0:
                 due.append(value)
         if due:
-            events.forced("optimizer step", user_site())
-            self.materialize(due, "optimizer step")
+            events.forced(why, user_site())
+            self.materialize(due, why)
 
     def is_passed_by(self, value: Value) -> bool:
         """Whether gradients of results that a run in chunks has given pass through this value, out of its sight."""

@@ -61,6 +61,13 @@ class Evaluation:
         # The order depends on the program only, not on who asked for what.
         return tuple(sorted(outputs, key=lambda value: (self._place[_producer(value)], value.index)))
 
+    @property
+    def has_reshaped_views(self) -> bool:
+        """Whether a view must be made again from a value whose shape was changed in place after it."""
+        changed = (node.operands[index] for node in self._nodes for index in node.inference.reshapes)
+        storages = {id(value.storage) for value in changed if isinstance(value, Value)}
+        return any(id(value.storage) in storages for value in self.derived)
+
     def scalar_roots(self) -> tuple[int, ...]:
         """The one wanted scalar that may be differentiated later without a seed."""
         found = [i for i, v in enumerate(self.graph.outputs) if v in self.wanted and v.requires_grad and _is_scalar(v)]

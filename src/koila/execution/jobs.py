@@ -172,7 +172,7 @@ class _Making:
             own.graph, demand, wanted, self.budget, self.device,
             everything=None if len(whole.graph.nodes) == len(own.graph.nodes) else whole.graph,
             held=own.held,
-            must_run_whole=_why_whole(own.graph, self.request),
+            must_run_whole=_why_whole(own, self.request),
             copied_bytes=self._copied_bytes(whole.graph),
             history=_history(own.graph),
         )  # fmt: skip
@@ -226,8 +226,11 @@ def _history(graph: Graph) -> tuple[int, int]:
     return found.held_bytes, found.backward_bytes
 
 
-def _why_whole(graph: Graph, request: BackwardRequest | None) -> str | None:
+def _why_whole(own: Evaluation, request: BackwardRequest | None) -> str | None:
     """Why a program cannot be cut, where no trace is needed to know."""
+    graph = own.graph
+    if own.has_reshaped_views:
+        return "a view shares memory with a value whose shape was changed in place"
     if any(node.func in HOOKS for node in graph.nodes):
         return "hooks on lazy values see whole gradients"
     marked = [node.operands[0] for node in graph.nodes if node.func is torch.Tensor.requires_grad_]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -34,7 +35,7 @@ from koila.ir.draws import BY_LAYOUT
 from koila.ir.dtypes import is_refused
 from koila.ir.node import Value
 from koila.ir.owned import OwnedCall
-from koila.ir.prepass import Draw, Inference, Output, PrePass, prepass_of
+from koila.ir.prepass import QUANTISED, Draw, Inference, Output, PrePass, prepass_of
 from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
@@ -83,9 +84,12 @@ class _Watch(TorchDispatchMode):
         if func is aten.native_batch_norm.default and args[5]:
             self.hidden_writes += [_storage_id(stat) for stat in args[3:5] if stat is not None]
         if schema_of(func).is_mutable:
-            for argument, value in zip(schema_of(func).arguments, args, strict=False):
-                if isinstance(value, torch.Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
-                    self.writes.add(_storage_id(value))
+            given = [*args, *(kwargs.get(each.name) for each in schema_of(func).arguments[len(args) :])]
+            for argument, value in zip(schema_of(func).arguments, given, strict=True):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self.writes |= {_storage_id(leaf) for leaf in leaves(value) if isinstance(leaf, torch.Tensor)}
+        if any(isinstance(leaf, torch.dtype) and leaf in QUANTISED for leaf in (*args, *kwargs.values())):
+            raise _NeedsData("quantised data")
         return func(*args, **kwargs)
 
     def _note_draw(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -112,6 +116,15 @@ def _state(fake: torch.Tensor) -> tuple[int, bool]:
     return 0 if fake.is_inference() else write_count(fake), fake.requires_grad
 
 
+def _memory(fake: torch.Tensor) -> tuple[int, int]:
+    """Which memory a tensor lies in; `set_` replaces it, and `resize_` may make it larger."""
+    return _storage_id(fake), fake.untyped_storage().nbytes()
+
+
+def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
+    return fake.shape, fake.stride(), fake.storage_offset()
+
+
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     """Instead of the user's hooks on saved tensors, which must not see fake ones."""
     return tensor
@@ -136,6 +149,8 @@ def _fake(prepass: PrePass, is_leaf: bool) -> torch.Tensor:
     """A fake tensor with that layout; one that requires grad is not a leaf unless the real one is."""
     if prepass.layout != torch.strided:
         raise _NeedsData(f"layout {prepass.layout}")
+    if prepass.dtype in QUANTISED:
+        raise _NeedsData(f"quantised data: {prepass.dtype}")
     base = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
     if prepass.offset:
         extent = prepass.offset + sum((n - 1) * s for n, s in zip(prepass.shape, prepass.stride, strict=True)) + 1
@@ -174,6 +189,7 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
             swap = lambda leaf: fakes.get(id(leaf), leaf)  # noqa: E731
             fake_args, fake_kwargs = map_leaves(args, swap), map_leaves(kwargs, swap)
             before = {key: _state(fake) for key, fake in fakes.items()}
+            places = [(fake, _memory(fake), _layout(fake)) for fake in (fakes[id(operand)] for operand in operands)]
             with watch, _silent.inside(True), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 result = func(*fake_args, **fake_kwargs)
         ordered = [fakes[id(operand)] for operand in operands]
@@ -181,9 +197,14 @@ def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[V
             _state(fake) != before[id(operand)] or _storage_id(fake) in watch.writes
             for operand, fake in zip(operands, ordered, strict=True)
         ]
+        if any(_memory(fake) != memory for fake, memory, _ in places):
+            raise _NeedsData("the memory of an operand is replaced")
         inference = _describe(result, ordered, written, watch, func in HIDDEN_WRITERS)
         if any(o.prepass.requires_grad for o in inference.outputs) and not any(fake.requires_grad for fake in ordered):
             raise _NeedsData("gradients of tensors that are not among its arguments")
+        moved = tuple(index for index, (fake, _, layout) in enumerate(places) if _layout(fake) != layout)
+        if moved:
+            inference = replace(inference, reshapes=moved)
     except _NeedsData as reason:
         return Inference(None, (), forced=str(reason))
     except Exception as error:  # Whatever fake tensors cannot do, eager decides: it runs or raises its own error.
@@ -237,7 +258,7 @@ def _describe(
     hidden = tuple(index for index in range(len(fakes)) if index in seen or (hides_writes and written[index]))
     writes = tuple(index for index in range(len(fakes)) if written[index] or index in hidden)
     grads = tuple(fakes[index].requires_grad for index in writes)
-    return Inference(structure, tuple(outputs), writes, grads, hidden, tuple(watch.draws))
+    return Inference(structure, tuple(outputs), writes, grads, hidden, draws=tuple(watch.draws))
 
 
 def compute_shape(key: Any, infer_now: Callable[[], Inference]) -> Inference:

@@ -217,11 +217,24 @@ class Node:
         """Pending or bound values among the operands."""
         return (operand for operand in self.operands if isinstance(operand, Value))
 
+    def note_change(self, is_changed: Callable[[Value | torch.Tensor], bool]) -> None:
+        """Operands that are changed now without a new version: the call is stale, should it ever run."""
+        pairs = zip(self.operands, self.versions, strict=True)
+        self.versions = tuple([_CHANGED if is_changed(operand) else version for operand, version in pairs])
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether `note_change` was called: it can never run again."""
+        return _CHANGED in self.versions
+
     def __repr__(self) -> str:
         return f"<{self.name} #{self.sequence} {list(self.inference.outputs)}>"
 
 
 LazyFunction = Node
+
+_CHANGED = (-1, 0, False)
+"""Equal to no version."""
 
 HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.retain_grad})
 """Calls that hang something of the user's on autograd's graph."""

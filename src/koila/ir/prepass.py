@@ -122,6 +122,21 @@ def prepass_of(tensor: torch.Tensor) -> PrePass:
     )
 
 
+PLAIN_TYPES: set[type] = {torch.Tensor, torch.nn.Parameter}
+"""Classes of tensors that mean nothing but their data; `koila.eager`'s is added. A buffer is a plain tensor."""
+QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+"""Types of data that have a scale and a zero point beside them, of which fake tensors know nothing."""
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its data in strides: not sparse or nested, and of no class that adds a meaning.
+
+    >>> is_plain(torch.nn.Parameter(torch.ones(2))), is_plain(torch.eye(2).to_sparse())
+    (True, False)
+    """
+    return type(tensor) in PLAIN_TYPES and tensor.layout == torch.strided and not tensor.is_nested
+
+
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> PrePass:
     """The record of a plain CPU tensor."""
     return prepass_of(torch.empty(shape, dtype=dtype, device="meta")).on(torch.device("cpu"))
@@ -165,6 +180,8 @@ class Inference:
     """Whether each written operand requires grad afterwards."""
     hidden_writes: tuple[int, ...] = ()
     """Those of `writes` that no schema admits (running statistics): on a real tensor they wait for the run."""
+    reshapes: tuple[int, ...] = ()
+    """Those of `writes` whose shape or strides the call changes in place (`transpose_`): views made before it stay."""
     draws: tuple[Draw, ...] = ()
     forced: str | None = None
     """Why the call cannot be recorded and needs its operands' data."""

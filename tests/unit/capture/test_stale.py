@@ -1,4 +1,7 @@
-"""Rule 5: a recorded operation whose input was changed before it ran is an error that names both lines."""
+"""Rule 5: a recorded operation whose input was changed before it ran is an error that names both lines.
+
+A method that writes is seen before it does (`tests/semantics/test_data.py`); these changes are seen afterwards.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,21 @@ import koila
 LINES = r"recorded at .*test_stale\.py:(\d+), run at .*test_stale\.py:(\d+)"
 
 
+replace_data = vars(torch._C.TensorBase)["data"].__set__
+"""As C++ replaces the data of a tensor."""
+
+
 def changed_in_place(parameter: torch.Tensor) -> None:
     with torch.no_grad():
-        parameter.add_(1.0)
+        torch.add(parameter, 1.0, out=parameter)
 
 
 def changed_storage(parameter: torch.Tensor) -> None:
-    parameter.data = torch.zeros(3)
+    replace_data(parameter, torch.zeros(3))
 
 
 def changed_shape(parameter: torch.Tensor) -> None:
-    parameter.data = torch.zeros(5, 3)
+    replace_data(parameter, torch.zeros(5, 3))
 
 
 @pytest.mark.semantics("S18")
@@ -46,7 +53,7 @@ def test_a_changed_parameter_is_named_with_both_lines(change: Any, chunk_size: i
 def test_a_changed_input_is_stale() -> None:
     x = torch.ones(3)
     out = koila.lazy(x) + 1
-    x.add_(1)
+    torch.add(x, 1, out=x)
     with pytest.raises(koila.StaleInputError, match=r"an input of Tensor\.add"):
         out.run()
 

@@ -1,0 +1,88 @@
+"""Pending calls that read what is about to be written: they run first (Rule 5).
+
+*Takes* operands that somebody writes to, lazy or real. *Gives* nothing; what was recorded before the write has the
+numbers of before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from koila import events
+from koila.capture.bridge import Bridge
+from koila.capture.pending import address_of, recorder
+from koila.errors import KoilaError
+from koila.ir.node import Node, Value
+from koila.ir.source import user_site
+
+WHY = "a write to what it reads"
+
+
+class _Readers:
+    """What was recorded before a write, and reads what is written."""
+
+    def __init__(self, written: Sequence[Value | torch.Tensor]) -> None:
+        self._addresses = {address for operand in written if (address := address_of(operand)) is not None}
+        self._storages = {id(operand.storage) for operand in written if isinstance(operand, Value)}
+        self.nodes: list[Node] = []
+        self.pending: list[Value] = []
+        """Results of calls that have not run."""
+        self.released: list[Value] = []
+        """Values that a run has computed and not kept; they could not be computed again."""
+        spoiled: set[Node] = set()
+        for node in recorder.recorded():
+            reads = any(self._is_written(operand) for operand in node.operands)
+            if reads and not node.has_changed:
+                self.nodes.append(node)
+            if reads and not node.done:
+                if not node.failed and not node.has_changed:
+                    self.pending += _results(node)
+            elif reads or any(value.node in spoiled for value in node.values()):
+                spoiled.add(node)
+                self.released += node.waiting() if node.done else []
+
+    def _is_written(self, operand: Value | torch.Tensor) -> bool:
+        if isinstance(operand, Value) and id(operand.storage) in self._storages:
+            return True
+        return address_of(operand) in self._addresses
+
+    def give_up(self) -> None:
+        """What has not run by now is stale, whether a version will tell or not."""
+        for node in self.nodes:
+            if not node.done or any(value.node is node for value in _results(node)):
+                node.note_change(self._is_written)
+
+
+def _results(node: Node) -> list[Value]:
+    """Values that a call makes, and those that it writes to."""
+    made = [value for index in range(node.num_outputs) if (value := node.output(index)) is not None]
+    return made + [value for i in node.inference.writes if isinstance(value := node.operands[i], Value)]
+
+
+def run_readers(written: Sequence[Value | torch.Tensor]) -> None:
+    """What was recorded before a write must see the data before it."""
+    found = _Readers(written)
+    due = [*found.pending, *found.released]
+    if due:
+        Bridge.realizer.materialize(due, WHY)
+
+
+def before_write(tensor: torch.Tensor) -> None:
+    """A real tensor is about to be written by code that knows nothing of lazy values.
+
+    Nobody has asked for these values. What no budget allows to run, and what was released once and is too large to be
+    kept, stays pending: whoever reads it after the write gets a `StaleInputError`.
+    """
+    if not recorder.is_read(tensor):
+        return
+    found = _Readers([tensor])
+    try:
+        if found.pending:
+            events.forced(WHY, user_site())
+            Bridge.realizer.materialize(found.pending, WHY)
+        Bridge.realizer.run_what_fits(found.released, WHY)
+    except KoilaError:
+        events.count("readers::left pending", site=user_site())
+    found.give_up()
