@@ -28,7 +28,8 @@ from koila._torch import tree_flatten as flatten
 from koila._torch import tree_unflatten as unflatten
 from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
-from koila.capture.record import realize, run_readers
+from koila.capture.readers import run_readers
+from koila.capture.record import realize
 from koila.ir.graph import collect, connected_leaves
 from koila.ir.node import Value
 from koila.ir.tree import leaves, map_leaves
