@@ -89,7 +89,9 @@ def leads_to_operators(found: Any) -> bool:
 @lru_cache(maxsize=4096)
 def draws_random_numbers(name: str) -> bool:
     """Whether aten's operator of that name is random; False if there is none."""
-    return any(torch.Tag.nondeterministic_seeded in each.tags for each in _overloads(getattr(torch.ops.aten, name, None)))
+    return any(
+        torch.Tag.nondeterministic_seeded in each.tags for each in _overloads(getattr(torch.ops.aten, name, None))
+    )
 
 
 def is_pure_operator(found: Any) -> bool:

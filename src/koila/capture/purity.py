@@ -345,7 +345,11 @@ class _Reading:
 
     def _is_context(self, before: dis.Instruction | None) -> bool:
         """Whether the instruction before left autograd's context on top of the stack."""
-        if self.context is None or before is None or not ("LOAD_FAST" in before.opname or before.opname == "LOAD_DEREF"):
+        if (
+            self.context is None
+            or before is None
+            or not ("LOAD_FAST" in before.opname or before.opname == "LOAD_DEREF")
+        ):
             return False
         return _names(before)[-1] == self.context
 
