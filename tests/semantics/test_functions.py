@@ -362,7 +362,10 @@ def test_a_constant_that_changes_while_a_call_is_pending_is_an_error(
     check_equal(Limited, budget)
     pending = Limited.apply(koila.lazy(data()))
     monkeypatch.setattr(f"{__name__}.LIMIT", 3.0)
-    with koila.budget(**budget), pytest.raises(StaleInputError, match="LIMIT, which Limited.apply reads, was rebound"):
+    with (
+        koila.budget(**budget),
+        pytest.raises(StaleInputError, match=r"LIMIT, which Limited\.apply reads, was rebound"),
+    ):
         pending.sum().item()
     check_equal(Limited, budget)  # From now on it is taken for a variable.
     assert reason(Limited) == "Limited.forward reads LIMIT, which may be rebound"
@@ -566,7 +569,7 @@ def test_a_declared_function_is_traced(budget: Any) -> None:
 
 @pytest.mark.semantics("S13")
 def test_only_functions_can_be_declared() -> None:
-    with pytest.raises(CaptureError, match="koila.pure takes a subclass of torch.autograd.Function"):
+    with pytest.raises(CaptureError, match=r"koila\.pure takes a subclass of torch\.autograd\.Function"):
         koila.pure(lambda x: x)  # type: ignore[arg-type]
 
 

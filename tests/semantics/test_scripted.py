@@ -1,4 +1,4 @@
-"""Scripted, traced and compiled code, functions that ask `__torch_function__`, and operators of `torch.library` (S9)."""
+"""Scripted, traced and compiled code, functions that ask for overrides, and operators of `torch.library` (S9)."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
 
 
 def _at_call(func: Handler) -> Handler:
-    """A function of the user's own that asks `__torch_function__`: nobody knows what it reads, so it runs at its call."""
+    """A function of the user's own that asks `__torch_function__` runs at its call: nobody knows what it reads."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         scan, _ = scan_call(func, args, kwargs)
