@@ -164,7 +164,7 @@ def pure(function: type[torch.autograd.Function]) -> type[torch.autograd.Functio
             where=str(user_site()),
             hint="koila.pure(MyFunction), or @koila.pure above the class",
         )
-    return declare_pure(function)  # type: ignore[no-any-return]
+    return declare_pure(function)
 
 
 def rule(target: Any, dimensions: str) -> None:

@@ -128,7 +128,8 @@ class _ScriptCall(OwnedCall):
 def _patch_scripts() -> None:
     """Scripted and traced code runs at its call: parameters are hidden inside, and its optimiser drops gradients of
     tensors that do not require grad in C++, as lazy ones do not."""
-    for kind in (torch.jit.ScriptFunction, torch.ScriptMethod):
+    kinds: tuple[Any, ...] = (torch.jit.ScriptFunction, torch.ScriptMethod)
+    for kind in kinds:
         original = kind.__call__
 
         def call(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
