@@ -25,7 +25,6 @@ from koila.capture.scan import scan_call
 from koila.ir.source import user_site
 from koila.ir.tree import leaves, map_leaves
 
-
 _WHY = "a checkpoint without a budget"
 
 
