@@ -190,3 +190,19 @@ def test_fused_modules_with_masks_and_hooks(masks: tuple[str, ...], scope: Scope
             assert_same(layer(koila.lazy(x), mask, **options), layer(x, mask, **options))
             assert_same(encoder(koila.lazy(x), mask, **options), encoder(x, mask, **options))
     assert seen == [3, 3]  # Once for each call of the layer.
+
+
+@pytest.mark.semantics("S9")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["compile", "script", "trace"])
+def test_compilers_take_fused_modules_as_without_koila(how: str) -> None:
+    koila.lazy(torch.ones(2))  # Whatever koila patches is patched now.
+    torch.manual_seed(0)
+    module, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(3, 5, 8)
+    with torch.no_grad():
+        made: Any = {
+            "compile": lambda: torch.compile(module, backend="eager", fullgraph=True),
+            "script": lambda: torch.jit.script(module),
+            "trace": lambda: torch.jit.trace(module, x),
+        }[how]()
+        assert_same(made(x), module(x))

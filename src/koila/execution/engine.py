@@ -21,7 +21,15 @@ from koila.capture.lookup import BackwardRequest, GradRequest
 from koila.capture.pending import Recorder
 from koila.execution.advice import warn_of_closed_scope
 from koila.execution.attach import attached, count_fallback
-from koila.execution.commit import Binding, commit, give_up, is_from_user, restored_on_error, write_effects
+from koila.execution.commit import (
+    Binding,
+    commit,
+    give_up,
+    is_from_user,
+    restored_on_error,
+    undone_on_error,
+    write_effects,
+)
 from koila.execution.eager_errors import check_again, note_recorded_gradients
 from koila.execution.evaluation import awaited
 from koila.execution.frames import few_frames
@@ -194,25 +202,30 @@ class Engine:
             count_fallback(decision.fallback)
         if is_whole and request is not None:
             check_again(graph, request.roots)
-        with restored_on_error(written_leaves(graph) if request else (), unless=is_from_user):
+        with restored_on_error(written_leaves(graph), is_from_user), undone_on_error(is_from_user) as bindings:
             with without_saved_tensors_hooks():  # Calls that were recorded did not see them.
-                binding = self._whole(task) if is_whole else self._split(task, decision, noted, seeds)
+                if is_whole:
+                    self._whole(task, bindings)
+                else:
+                    self._split(task, decision, noted, seeds, bindings)
             if request is not None:
                 # A split run changes no gradient before its commit, which is PyTorch's own addition: no copies.
                 changing = accumulating(request, graph)
                 kept = changing if is_whole else [tensor for tensor in changing if tensor.grad is None]
-                commit(request, seeds, kept, binding, can_be_repeated=len(kept) == len(changing))
+                commit(request, seeds, kept, can_be_repeated=len(kept) == len(changing))
         noted.num_calls += len(graph.nodes)
         events.count("runs")
         events.count(f"runs::{decision.how}")
         self._recorder.new_epoch()
 
-    def _whole(self, task: Task) -> Binding:
+    def _whole(self, task: Task, bindings: list[Binding]) -> None:
         evaluation = task.whole
         results, done = run_whole(evaluation.graph, evaluation.needed, evaluation.effects, task.required)
-        return self._bind(done, results, task)
+        self._bind(done, results, task, bindings)
 
-    def _split(self, task: Task, decision: Decision, noted: Step, given: Given) -> Binding:
+    def _split(
+        self, task: Task, decision: Decision, noted: Step, given: Given, bindings: list[Binding]
+    ) -> None:  # fmt: skip
         for other in task.others:
             self._perform(other)
         job, graph, seeds = task.job, task.own.graph, seeds_of(task, decision, given)
@@ -226,16 +239,18 @@ class Engine:
         for index, dim in results.batch_dims.items():
             graph.outputs[index].batch = dim  # A later program that starts from it can be cut, too.
         note_recorded_gradients(graph)
-        binding = self._bind(graph.nodes, bound, task)
+        self._bind(graph.nodes, bound, task, bindings)
         views = [value for value in task.own.derived if value.storage.real]
         if views:
             apart = collect(views, [])
-            binding.following = self._bind(apart.nodes, run_whole(apart, set(views), set())[0], task)
-        return binding
+            self._bind(apart.nodes, run_whole(apart, set(views), set())[0], task, bindings)
 
-    def _bind(self, nodes: Sequence[Node], results: dict[Value, torch.Tensor], task: Task) -> Binding:
+    def _bind(
+        self, nodes: Sequence[Node], results: dict[Value, torch.Tensor], task: Task, bindings: list[Binding]
+    ) -> None:  # fmt: skip
         remember(results)
-        return Binding(nodes, results, task.given_bytes)
+        bindings.append(Binding(nodes, results, task.given_bytes))
+        bindings[-1].apply()
 
     def _perform(self, graph: Graph) -> None:
         """Run another program for its effects alone."""
