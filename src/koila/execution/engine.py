@@ -28,6 +28,7 @@ from koila.execution.seeds import Given, given_seeds, seeds_of
 from koila.execution.steps import Step, remember, step, was_bound_last
 from koila.execution.whole_run import run_whole, written_leaves
 from koila.interfaces import BatchInfo
+from koila.ir.changes import note_change
 from koila.ir.graph import Graph, collect
 from koila.ir.job import Demand, Wanted
 from koila.ir.node import Node, Value
@@ -77,6 +78,8 @@ class Engine:
         if due:
             events.forced("optimizer step", user_site())
             self.materialize(due, "optimizer step")
+        if len(due) < len(depending):
+            note_change(parameters, user_site())
 
     def batch_of(self, value: Value) -> BatchInfo | None:
         """Trace and type the program behind a value; nothing is run."""
