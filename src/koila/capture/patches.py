@@ -143,13 +143,16 @@ def _patch_scripts() -> None:
 
 
 def _patch_state() -> None:
-    """Reading or replacing a module's state comes after the pending updates of its statistics."""
+    """Reading or replacing a module's state comes after the pending updates of its statistics; replacing it also after
+    what is pending on the old one."""
     for name in ("state_dict", "load_state_dict"):
         original = getattr(torch.nn.Module, name)
 
-        def settled(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+        def settled(self: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
             if recorder.effects:
                 Bridge.realizer.materialize([], "module state")
+            if _name == "load_state_dict":
+                Bridge.realizer.before_step([*self.parameters(), *self.buffers()])
             return _original(self, *args, **kwargs)
 
         setattr(torch.nn.Module, name, wraps(original)(settled))

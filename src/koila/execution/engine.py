@@ -43,6 +43,7 @@ from koila.execution.segment import is_passed_by
 from koila.execution.steps import Step, remember, step, was_bound_last
 from koila.execution.whole_run import run_whole, written_leaves
 from koila.interfaces import BatchInfo
+from koila.ir.changes import note_change
 from koila.ir.graph import Graph, collect
 from koila.ir.job import Demand, Wanted
 from koila.ir.node import Node, Value
@@ -101,7 +102,10 @@ class Engine:
 
     def before_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """An optimizer is about to change parameters: run what the user holds and is pending on them, if it fits."""
-        self.run_what_fits(self._recorder.depending_on(parameters), "optimizer step")
+        depending = self._recorder.depending_on(parameters)
+        self.run_what_fits(depending, "optimizer step")
+        if any(value.real is None for value in depending):
+            note_change(parameters, user_site())
 
     def run_what_fits(self, values: Sequence[Value], why: str) -> None:
         """Run values before what they are made from changes: the smallest first, into the share for what is held."""
