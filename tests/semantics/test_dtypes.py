@@ -29,7 +29,7 @@ PROGRAMS: dict[str, Program] = {
         x.contiguous(memory_format=torch.channels_last).relu(),
         x.to(memory_format=torch.channels_last).flatten(1).sum(1),
     ],
-    "not contiguous": lambda x: [x.transpose(1, 3).reshape(7, -1), x[:, ::2, ::2].exp(), x.mT @ x, x.permute(3, 0, 1, 2)],
+    "not contiguous": lambda x: [x.transpose(1, 3).reshape(7, -1), x[:, ::2, ::2].exp(), x.mT @ x, x.movedim(3, 0)],
     "complex": lambda x: [
         torch.complex(x, x * 2).abs(),
         torch.fft.fft(x).conj() * 2,
@@ -47,7 +47,7 @@ PROGRAMS: dict[str, Program] = {
     "half": lambda x: [
         (x.to(kind) * 2 + 1).to(torch.float64) for kind in (torch.bfloat16, torch.float16)
     ],
-    "promotion": lambda x: [x.float() + 1, (x > 0) + 1, (x * 3).long() / 2, x.float() * x, x.half() * torch.tensor(2.0)],
+    "promotion": lambda x: [x.float() + 1, (x > 0) + 1, (x * 3).long() / 2, x.float() * x, x.half() * torch.ones(())],
     "empty": lambda x: [x[:, :0], x[:, :0].sum(), x[:0].mean(0), x[3:3].flatten(1), x[:, :0].max(2).values],
     "0-d": lambda x: [x.sum(), x.sum() * 2, x[0, 0, 0, 0], x.mean().expand(3), x.sum().reshape(1, 1), x.max()],
     "view as another type": lambda x: [x.float().view(torch.int32), x.view(torch.int64), x.float().view(torch.uint8)],

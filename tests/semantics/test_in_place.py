@@ -193,5 +193,5 @@ def test_what_eager_refuses_is_refused_with_its_words(budget: dict[str, Any]) ->
             x[:1].expand(7, 4).add_(1.0).sum().item()
         with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
             koila.run(koila.lazy(data(7, 4).requires_grad_()).mul_(2.0))
-        with pytest.raises(RuntimeError, match="result type Double can't be cast to|can't be cast"):
+        with pytest.raises(RuntimeError, match="can't be cast"):
             koila.run((x * 10).long().add_(0.5))

@@ -182,9 +182,9 @@ def test_a_distributed_tensor_is_not_taken_for_a_plain_one() -> None:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         weight = tensor.distribute_tensor(data(4, 4), mesh, [tensor.Replicate()])
         assert koila.lazy(weight) is weight
-        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor") as eager:
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as eager:
             data(7, 4) @ weight
-        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor") as lazy:
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as lazy:
             koila.lazy(data(7, 4)) @ weight
         assert type(lazy.value) is type(eager.value)
         x = tensor.distribute_tensor(data(7, 4), mesh, [tensor.Replicate()])
