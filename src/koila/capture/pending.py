@@ -70,9 +70,12 @@ class _Place(threading.local):
 
 
 def address_of(operand: Value | torch.Tensor) -> int | None:
-    """The address of a real operand's storage."""
+    """The address of a real operand's storage; None for what has no memory of its own, as inside `torch.vmap`."""
     real = operand.real if isinstance(operand, Value) else operand
-    return None if real is None or not is_plain(real) else storage_key(real.untyped_storage())
+    try:
+        return None if real is None or not is_plain(real) else storage_key(real.untyped_storage())
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 class Recorder:
