@@ -185,8 +185,9 @@ def rule(target: Any, dimensions: str) -> None:
 def settle() -> None:
     """Run everything that this thread has pending: each lazy value that the user holds, and each write to a buffer.
 
-    Call it before code that koila cannot see changes a tensor which was used lazily: a write through numpy, through an
-    alias of `.data`, or in C++. What was recorded before then has the numbers of before.
+    Call it before code that koila cannot see changes a tensor which was used lazily: a write through NumPy, in C++, or
+    by `out=` through an alias that was taken earlier. What was recorded before then has the numbers of before. Methods
+    that write, and reads of `.data`, need no call: what is pending on the tensor runs before them.
 
     Raises:
         KoilaError: A pending value cannot be run; all others have been.

@@ -154,8 +154,8 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 def will_run(node: Any) -> bool:
     """Whether the backward pass that goes on runs a node of autograd.
 
-    Of a leaf `torch.autograd.grad` says nothing: it stops there, or does not come by. Look at:
-    torch/csrc/autograd/init.cpp.
+    Of a leaf `torch.autograd.grad` says nothing: it stops there, or does not come by.
+    Look at: torch/csrc/autograd/init.cpp.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))

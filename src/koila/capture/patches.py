@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -176,11 +178,15 @@ def _patch_averages() -> None:
 
 _lock = threading.Lock()
 _installed: list[bool] = []
-_PACKAGES = tuple(
-    f"koila.{name}"
-    for name in ("_torch", "_scopes", "_budget", "events", "ir", "capture", "analysis", "planning", "execution")
+_PACKAGES = (
+    *(
+        f"koila.{name}"
+        for name in ("_torch", "_scopes", "_budget", "events", "ir", "analysis", "planning", "execution")
+    ),
+    *(f"koila.capture.{name}" for _, name, _ in iter_modules([str(Path(__file__).parent)]) if name != "writes"),
 )
-"""What Dynamo must not trace. `koila.delegates` is not among them: a lowered module may be part of a compiled one."""
+"""What Dynamo must not trace. `koila.delegates` is not among them: a lowered module may be part of a compiled one.
+Neither is `writes`: compiled code writes to tensors, too, and Dynamo sees through what is around these methods."""
 
 
 def install() -> None:
