@@ -98,9 +98,8 @@ def test_a_write_that_nothing_waits_for_runs_nothing() -> None:
 
 def test_what_no_budget_allows_stays_pending_and_is_stale_afterwards() -> None:
     weight = data(4, 4)
-    with koila.budget(allowed=500):
-        found = koila.lazy(data(64, 4)) @ weight
-        weight.data.mul_(2.0)
+    found = koila.lazy(data(64, 4), budget=500) @ weight
+    weight.data.mul_(2.0)
     assert koila.metrics.counter_value("readers::left pending") == 1
     with pytest.raises(koila.StaleInputError, match="was changed after the call"):
         koila.run(found)
