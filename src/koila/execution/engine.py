@@ -19,6 +19,7 @@ from koila._torch.transforms import outside_transforms
 from koila.analysis.program import NotSplittable, program_of
 from koila.capture.lookup import BackwardRequest, GradRequest
 from koila.capture.pending import Recorder
+from koila.errors import BudgetError
 from koila.execution.advice import warn_of_closed_scope
 from koila.execution.attach import attached, count_fallback
 from koila.execution.commit import (
@@ -35,7 +36,7 @@ from koila.execution.evaluation import awaited
 from koila.execution.frames import few_frames
 from koila.execution.history import history_of
 from koila.execution.inner import places_of, real_gradients
-from koila.execution.jobs import Pending, Task, accumulating, held_bytes, task_for
+from koila.execution.jobs import Pending, Task, accumulating, decision_of, held_bytes, task_for
 from koila.execution.out_of_memory import note_failure, retried_once, run_until_it_fits
 from koila.execution.results import run_split, stream_split
 from koila.execution.seeds import Given, given_seeds, seeds_of
@@ -190,6 +191,8 @@ class Engine:
                 noted.tries(decision)
                 run(decision)
             else:
+                if task.others:
+                    decision_of(task)  # Refused before anything runs.
                 run_until_it_fits(task.job, run, noted.tries, failed)
         except BaseException as error:
             if not (task.is_plain and is_out_of_memory(error)):
@@ -256,11 +259,11 @@ class Engine:
         bindings.append(Binding(nodes, results, task.given_bytes))
         bindings[-1].apply()
 
-    def _perform(self, graph: Graph) -> None:
+    def _perform(self, task: Task) -> None:
         """Run another program for its effects alone."""
-        task = task_for([], Pending([node for node in graph.nodes if node.due], ()))
         try:
-            if task is not None:
-                self._run(task, Step())
+            self._run(task, Step())
+        except BudgetError:  # Statistics that cannot be updated inside the budget are not left out in silence.
+            raise
         except Exception:  # Whoever asks for its value will see the error.
-            events.count("effects::dropped", site=graph.nodes[-1].site)
+            events.count("effects::dropped", site=task.own.graph.nodes[-1].site)
