@@ -98,12 +98,14 @@ def metrics(rank: int, make: Way) -> Any:
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self) -> None:
+        self.rows = [{"x": x, "labels": y} for x, y in samples()]
+
     def __len__(self) -> int:
-        return 24
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        x, y = samples()[index]
-        return {"x": x, "labels": y}
+        return self.rows[index]
 
 
 class WithLoss(nn.Module):
