@@ -230,3 +230,23 @@ def test_compilers_take_fused_modules_as_without_koila(how: str) -> None:
             "trace": lambda: torch.jit.trace(module, x),
         }[how]()
         assert_same(made(x), module(x))
+
+
+@pytest.mark.semantics("S15")
+@MODES
+def test_anomaly_mode(scope: Scope) -> None:
+    """No inner error while planning; eager's gradients, eager's error, and the user's line in what it says."""
+
+    def run(lazy: Any, offset: float) -> torch.Tensor | None:
+        w = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        with torch.autograd.set_detect_anomaly(True):
+            (lazy(torch.zeros(7, 4, dtype=torch.float64) + offset) * w - offset).sum().sqrt().mul(0).backward()
+        return w.grad
+
+    with scope(), pytest.warns(UserWarning, match=r"Error detected in SqrtBackward0[\s\S]*test_recorded_state.py"):
+        with pytest.raises(RuntimeError, match="SqrtBackward0' returned nan"):
+            run(koila.lazy, 1.0)
+    with torch.autograd.set_detect_anomaly(True), scope():
+        w = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        (koila.lazy(torch.ones(7, 4, dtype=torch.float64)) * w).sum().sqrt().backward()
+    assert_same(w.grad, torch.full((4,), 3.5 / 28**0.5, dtype=torch.float64))
