@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from koila._torch import is_function_mode_enabled
 from koila.capture.bridge import Bridge
@@ -50,18 +51,18 @@ _torch = _Torch()
 def patch_fused_modules() -> None:
     """Let these modules decide about lazy tensors as about plain ones."""
     for kind in MODULES:
-        kind.forward = _patched(kind.forward, _has_lazy, _call)  # type: ignore[method-assign]
+        kind.forward = _patched(kind.forward, is_dynamo_compiling, _has_lazy, _call)  # type: ignore[method-assign]
 
 
-def _patched(original: Any, has_lazy: Callable[[Any], bool], call: Callable[..., Any]) -> Any:
+def _patched(original: Any, compiles: Callable[[], bool], has_lazy: Any, call: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not has_lazy((args, kwargs)):
+        if compiles() or not has_lazy((args, kwargs)):
             return original(self, *args, **kwargs)
         return call(original, self, *args, **kwargs)
 
-    # It has the names of the original: TorchScript looks them up there.
-    own = FunctionType(forward.__code__, original.__globals__, "forward", None, forward.__closure__)
-    return wraps(original)(own)
+    # It has the names of the original, where TorchScript looks them up, and its file: Dynamo stays out of koila's.
+    code = forward.__code__.replace(co_filename=original.__code__.co_filename)
+    return wraps(original)(FunctionType(code, original.__globals__, "forward", None, forward.__closure__))
 
 
 def _has_lazy(tree: Any) -> bool:
