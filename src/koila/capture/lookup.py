@@ -385,7 +385,7 @@ class _Found:
     def look_up(self, func: Handler) -> Handler:
         """Look up a function, and remember it: it is PyTorch's own. A user's function must not be kept alive."""
         name = getattr(func, "__name__", "")
-        if isinstance(func, FunctionType) and not str(func.__module__).startswith("torch."):
+        if isinstance(func, FunctionType) and str(func.__module__).partition(".")[0] != "torch":
             return _at_call(func)
         found = self.entries[func] = lookup_method(name) if getattr(_T, name, None) is func else lookup_function(func)
         return found
