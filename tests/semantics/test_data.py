@@ -101,7 +101,7 @@ def test_what_no_budget_allows_stays_pending_and_is_stale_afterwards() -> None:
     found = koila.lazy(data(64, 4), budget=500) @ weight
     weight.data.mul_(2.0)
     assert koila.metrics.counter_value("readers::left pending") == 1
-    with koila.budget(), pytest.raises(koila.KoilaError, match="was changed after the call|budget=3616"):
+    with koila.budget(), pytest.raises(koila.KoilaError, match=r"was changed after the call|budget=3616"):
         koila.run(found)
 
 

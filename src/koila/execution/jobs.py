@@ -146,9 +146,10 @@ class _Making:
         self.budget = resolved(budget, self.everything, self.device)
 
     def _leave_out_other_budgets(self) -> None:
-        """Programs that share nothing with what is asked for and have a budget of their own wait for their own run."""
+        """Programs that share nothing with what is asked for and have another budget wait for their own run."""
         _, others = self.everything.apart()
-        left_out = {node for other in others if other.budgets for node in other.nodes}
+        apart = (other for other in others if other.budgets and min(other.budgets) != self.given_bytes)
+        left_out = {node for other in apart for node in other.nodes}
         self.needed = _without(self.needed, left_out)
         self.everything = _without(self.everything, left_out)
 
