@@ -147,6 +147,8 @@ tensor_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
 """Hooks that a user registered on a tensor; None or empty without any. Look at: torch/_tensor.py, `register_hook`."""
 accumulation_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 """The same for `register_post_accumulate_grad_hook`. Look at: torch/_tensor.py."""
+hash_tensor: Callable[[torch.Tensor], torch.Tensor] = torch.hash_tensor
+"""The bits of all elements, combined. Not documented yet. Look at: aten/src/ATen/native/ReduceOps.cpp."""
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether this backward was given `retain_graph`. Look at: torch/utils/checkpoint.py, which asks it, too."""
 

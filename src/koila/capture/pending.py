@@ -32,8 +32,8 @@ _left: deque[tuple[list[Node], list[weakref.ref[Node]]]] = deque()
 class Rerun(Protocol):
     """A program that ran in chunks and will run again for its gradients: it reads its inputs a second time."""
 
-    def before_write(self, address: int) -> None:
-        """The storage at this address may be written from now on."""
+    def before_write(self, address: int, unseen: bool) -> None:
+        """The storage at this address may be written from now on, with or without a version telling."""
 
 
 class _Life:
@@ -190,14 +190,14 @@ class Recorder:
         reruns, key = self.place.reruns, id(rerun)
         reruns[key] = weakref.ref(rerun, lambda _: reruns.pop(key, None))
 
-    def warn_reruns(self, tensor: torch.Tensor) -> None:
-        """Tell programs that will run again that a real tensor may be written."""
+    def warn_reruns(self, tensor: torch.Tensor, unseen: bool) -> None:
+        """Tell programs that will run again that a real tensor may be written, with or without its version telling."""
         address = None if self.place.num_runs else address_of(tensor)
         if address is not None:
             for reference in list(self.place.reruns.values()):
                 rerun = reference()
                 if rerun is not None:
-                    rerun.before_write(address)
+                    rerun.before_write(address, unseen)
 
     def is_read(self, tensor: torch.Tensor) -> bool:
         """Whether a call that this thread recorded reads the memory of a real tensor; no during a run."""

@@ -70,19 +70,29 @@ def run_readers(written: Sequence[Value | torch.Tensor]) -> None:
     due = [*found.pending, *found.released]
     if due:
         Bridge.realizer.materialize(due, WHY)
+    for operand in written if recorder.place.reruns else ():  # Also what has just run may run again.
+        real = operand.real if isinstance(operand, Value) else operand
+        if real is not None:
+            recorder.warn_reruns(real, unseen=False)
 
 
-def before_write(tensor: torch.Tensor) -> None:
+def before_write(tensor: torch.Tensor, unseen: bool = False) -> None:
     """A real tensor is about to be written by code that knows nothing of lazy values.
+
+    Args:
+        tensor: The tensor.
+        unseen: Whether its version will not tell.
 
     Nobody has asked for these values. What no budget allows to run, and what was released once and is too large to be
     kept, stays pending: whoever reads it after the write gets a `StaleInputError`.
     """
-    if recorder.place.reruns:
-        recorder.warn_reruns(tensor)
-    if not recorder.is_read(tensor):
-        return
-    found = _Readers([tensor])
+    if recorder.is_read(tensor):
+        _run_for_others(_Readers([tensor]))
+    if recorder.place.reruns:  # Also what has just run may run again.
+        recorder.warn_reruns(tensor, unseen)
+
+
+def _run_for_others(found: _Readers) -> None:
     try:
         if found.pending:
             events.forced(WHY, user_site())

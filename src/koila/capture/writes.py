@@ -65,7 +65,7 @@ def _read_data(self: Any) -> Any:
     if type(self) is Bridge.lazy_type:
         return implementation(DATA_GETTER)(self)
     if _place.tape or _place.reruns:
-        before_write(self)
+        before_write(self, unseen=True)
     return DATA_GETTER(self)
 
 
@@ -73,7 +73,7 @@ def _replace_data(self: Any, data: Any) -> None:
     if type(self) is Bridge.lazy_type:
         return implementation(DATA_SETTER)(self, data)
     if _place.tape or _place.reruns:
-        before_write(self)
+        before_write(self, unseen=True)
     DATA_SETTER(self, realize(data._value, "assignment to .data") if type(data) is Bridge.lazy_type else data)
     return None
 

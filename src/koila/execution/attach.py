@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._torch import accumulation_hooks, storage_key, tensor_hooks
+from koila._torch import accumulation_hooks, hash_tensor, storage_key, tensor_hooks
 from koila.capture.pending import address_of, recorder
 from koila.errors import StaleInputError
 from koila.execution.eager_errors import GradientCheck
@@ -127,8 +127,13 @@ def _own_graph(graph: Graph, group: tuple[int, ...]) -> Graph:
     return Graph(tuple(node for node in needed.nodes if node in graph.positions), tuple(values))
 
 
-def _bytes_of(leaf: torch.Tensor) -> torch.Tensor:
-    return leaf.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+def _digest(leaf: torch.Tensor) -> tuple[float, ...]:
+    """Three numbers that change with the data, whatever is done to all of it alike."""
+    data = leaf.detach()
+    data = torch.view_as_real(data.resolve_conj()) if data.is_complex() else data
+    total = data.sum(dtype=torch.float64 if data.is_floating_point() else torch.int64)
+    norm = torch.linalg.vector_norm(data, dtype=torch.float64) if data.is_floating_point() else total
+    return total.item(), norm.item(), hash_tensor(data).item()
 
 
 class _Rerun:
@@ -139,22 +144,40 @@ class _Rerun:
         self.check = GradientCheck(own, set())
         self.versions = [version_of(leaf) for leaf in own.leaves]
         self._copies: dict[int, torch.Tensor] = {}
-        """The bytes of leaves that somebody may have written without a version since, by index."""
+        """Leaves without gradients as they were before somebody wrote to them, by index."""
+        self._digests: dict[int, tuple[float, ...]] = {}
+        """Of leaves that somebody may have written without a version since, by index."""
         recorder.note_rerun(self)
 
-    def before_write(self, address: int) -> None:
-        """Whoever has `.data` of a leaf can write it unseen: keep its bytes to compare them."""
-        for index, leaf in enumerate(self.own.leaves):
-            if index not in self._copies and address_of(leaf) == address:
-                self._copies[index] = _bytes_of(leaf).clone()
+    def before_write(self, address: int, unseen: bool) -> None:
+        """A leaf may be written: a running average between a loss and its backward pass, say.
 
-    def _is_fresh(self) -> bool:
-        if [version_of(leaf) for leaf in self.own.leaves] != self.versions:
-            return False
-        return all(torch.equal(copy, _bytes_of(self.own.leaves[index])) for index, copy in self._copies.items())
+        Args:
+            address: Where the written memory is.
+            unseen: Whether its version will not tell, because somebody has taken `.data`.
+        """
+        for index, leaf in enumerate(self.own.leaves):
+            if address_of(leaf) != address:
+                continue
+            if unseen:
+                self._digests.setdefault(index, _digest(leaf))
+            elif index not in self._copies and not leaf.requires_grad and not self._has_changed(index):
+                events.count("segment::copied", site=user_site())
+                self._copies[index] = leaf.detach().clone()
+
+    def _has_changed(self, index: int) -> bool:
+        return version_of(self.own.leaves[index]) != self.versions[index]
+
+    def _is_known(self, index: int) -> bool:
+        """Whether a changed leaf can be had as it was: it was written to, and not replaced."""
+        before, now = self.versions[index], version_of(self.own.leaves[index])
+        return index in self._copies and before is not None and now is not None and before[1:] == now[1:]
 
     def check_fresh(self) -> None:
-        if not self._is_fresh():
+        changed = [index for index in range(len(self.versions)) if self._has_changed(index)]
+        digests = ((index, digest) for index, digest in self._digests.items() if index not in changed)
+        is_stale = not all(map(self._is_known, changed)) or (changed and torch.is_grad_enabled())
+        if is_stale or any(_digest(self.own.leaves[index]) != digest for index, digest in digests):
             raise StaleInputError(
                 "an input was changed after the forward pass and before the backward pass that needs it",
                 where=f"recorded at {self.own.nodes[0].site}",
@@ -162,7 +185,12 @@ class _Rerun:
             )
         for _, error in self.own.rebound():
             raise error
-        self.check.raise_eagers_error()
+        self.check.raise_eagers_error([self.own.leaves[index] for index in changed])
+
+    def _before(self, graph: Graph) -> dict[int, torch.Tensor]:
+        """Changed leaves of a program as they were. Autograd needs nothing of them, or it would have refused."""
+        copies = {id(self.own.leaves[i]): copy for i, copy in self._copies.items() if self._has_changed(i)}
+        return {i: copies[id(leaf)] for i, leaf in enumerate(graph.leaves) if id(leaf) in copies} if copies else {}
 
     def freed(self) -> None:
         """Autograd has freed what it saved for these calls."""
@@ -188,10 +216,11 @@ class _Rerun:
 
     def _carry_out(self, decision: Decision, outputs: Sequence[Value], seeds: Seeds) -> Gradients:
         if decision.how == "split":
-            return run_split(decision, self.job.graph, seeds).gradients
+            return run_split(decision, self.job.graph, seeds, self._before(self.job.graph)).gradients
         if decision.fallback is not None:
             count_fallback(decision.fallback)
-        return gradients_whole(self.job.graph, outputs, seeds, self.job.demand.wrt)
+        before = self._before(self.job.graph)
+        return gradients_whole(self.job.graph, outputs, seeds, self.job.demand.wrt, before)
 
     def whole(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         return self._whole(incoming, "is_grads_batched=True needs the graph of the whole run", create_graph=False)
@@ -204,7 +233,7 @@ class _Rerun:
         count_fallback(reason)
         roots = [value for value, g in zip(self.own.outputs, incoming, strict=True) if g is not None]
         seeds = [g for g in incoming if g is not None]
-        return gradients_whole(self.own, roots, seeds, self.leaves, create_graph)
+        return gradients_whole(self.own, roots, seeds, self.leaves, self._before(self.own), create_graph)
 
 
 def count_fallback(reason: str) -> None:

@@ -10,7 +10,7 @@ backward pass and the same writes, and differentiated: autograd itself answers. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,8 +49,11 @@ class GradientCheck:
         for node in self._connected:
             node.freed = current_backward()
 
-    def raise_eagers_error(self) -> None:
+    def raise_eagers_error(self, changed: Sequence[torch.Tensor] = ()) -> None:
         """Raise what eager would raise if the program were differentiated now.
+
+        Args:
+            changed: Leaves that were written to since the program ran.
 
         Raises:
             RuntimeError: PyTorch's own error.
@@ -58,10 +61,10 @@ class GradientCheck:
         own = (None, current_backward())  # One pass may come through several segments.
         freed = [node for node in self._connected if node.freed not in own]
         written = self._written()
-        if not freed and not written:
+        if not freed and not written and not changed:
             return
         try:
-            _differentiate(self._graph, freed, written)
+            _differentiate(self._graph, freed, written, changed)
         except RuntimeError as error:
             if any(text in str(error) for text in _REFUSALS):
                 where = written[0].node if written and written[0].node is not None else self._graph.nodes[-1]
@@ -85,7 +88,9 @@ def _version(value: Value) -> int:
     return write_count(value.real)
 
 
-def _differentiate(graph: Graph, freed: Iterable[Node], written: Iterable[Value]) -> None:
+def _differentiate(
+    graph: Graph, freed: Iterable[Node], written: Iterable[Value], changed: Iterable[torch.Tensor]
+) -> None:
     """Do on fake tensors what eager would do by now, and differentiate the outputs."""
     environment: dict[Value, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.set_detect_anomaly(False):
@@ -107,6 +112,8 @@ def _differentiate(graph: Graph, freed: Iterable[Node], written: Iterable[Value]
             for value in written:
                 if value in environment:
                     environment[value].detach().zero_()
+            for leaf in changed:
+                fakes[id(leaf)].detach().zero_()
         _backward([environment[value] for value in graph.outputs if value in environment])
 
 

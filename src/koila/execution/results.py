@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from koila.ir.graph import Graph
 from koila.planning.decide import Decision
 
 Seeds = Sequence[torch.Tensor]
+_NOTHING: Mapping[int, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,10 @@ def compiled(decision: Decision) -> CompiledPlan:
     return found
 
 
-def run_split(decision: Decision, graph: Graph, seeds: Seeds = ()) -> Results:
-    """Compute what a decision wants, in chunks."""
+def run_split(
+    decision: Decision, graph: Graph, seeds: Seeds = (), before: Mapping[int, torch.Tensor] = _NOTHING
+) -> Results:
+    """Compute what a decision wants, in chunks; leaves that were changed since are given, as they were, in `before`."""
     code, plan, wanted = compiled(decision), decision.plan, decision.wanted
     assert plan is not None
     joint, phase_seconds = plan.facts.joint, list[float]()
@@ -60,7 +63,7 @@ def run_split(decision: Decision, graph: Graph, seeds: Seeds = ()) -> Results:
     events.emit(events.RunStart(name, num_calls, decision.num_samples, plan.chunk_size, len(plan.phases)))
     started = time.perf_counter()
     with offload_in(decision.budget.offload):
-        values = run_chunked(code, graph, inputs_of(joint, graph, seeds), phase_seconds)
+        values = run_chunked(code, graph, inputs_of(joint, graph, seeds, before), phase_seconds)
     events.emit(events.RunEnd(time.perf_counter() - started, len(plan.chunks)))
     first = joint.num_outputs
     last = first + len(joint.wrt)
@@ -77,12 +80,12 @@ def stream_split(decision: Decision, graph: Graph) -> Iterator[torch.Tensor]:
     return stream_chunked(compiled(decision), graph, inputs_of(decision.plan.facts.joint, graph, ()))
 
 
-def inputs_of(joint: Joint, graph: Graph, seeds: Seeds) -> list[Any]:
+def inputs_of(joint: Joint, graph: Graph, seeds: Seeds, before: Mapping[int, torch.Tensor] = _NOTHING) -> list[Any]:
     """What a joint graph reads, in the order of its placeholders."""
     found: list[Any] = []
     for each in joint.inputs:
         if each.kind == "leaf":
-            found.append(graph.leaves[each.index].detach())
+            found.append(before.get(each.index, graph.leaves[each.index]).detach())
         elif each.kind == "draw":
             found.append(graph.nodes[each.index].draws[each.draw])
         else:

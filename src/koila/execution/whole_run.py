@@ -6,7 +6,7 @@ own autograd: bit-identical to eager by construction. Also the executor of what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,14 +41,16 @@ def _last_uses(graph: Graph, wanted: set[Value]) -> dict[Node, list[Value]]:
 
 
 def _replay(
-    graph: Graph, wanted: set[Value], effects: set[Node], swap: dict[int, torch.Tensor], required: Required
-) -> tuple[dict[Value, Any], list[Node]]:
+    graph: Graph, wanted: set[Value], effects: set[Node], swap: dict[int, torch.Tensor], required: Required,
+    is_fresh: bool = False,
+) -> tuple[dict[Value, Any], list[Node]]:  # fmt: skip
     """Replay the program with some leaves swapped; a write that is not due goes to a copy.
 
-    Gives the values, and the calls that were made: those that nobody requires may be stale, or fail.
+    Gives the values, and the calls that were made: those that nobody requires may be stale, or fail. `is_fresh` says
+    that somebody has looked whether the inputs are as they were.
     """
     environment: dict[Value, Any] = {}
-    failed = _stale(graph, required)
+    failed = set[Node]() if is_fresh else _stale(graph, required)
     dying = _last_uses(graph, wanted)
 
     def lookup(leaf: Any) -> Any:
@@ -133,16 +135,19 @@ def gradients_whole(
     roots: Sequence[Value],
     seeds: Sequence[torch.Tensor],
     wrt: Sequence[int],
+    before: Mapping[int, torch.Tensor],
     create_graph: bool = False,
 ) -> list[torch.Tensor | None]:
     """The gradients of some values by replaying the program on its leaves.
 
-    Without `create_graph` on stand-ins that share their data, so that nobody's hooks are called.
+    Without `create_graph` on stand-ins that share their data, so that nobody's hooks are called. Leaves that were
+    changed since are given as they were, by index, in `before`.
     """
     leaves = [graph.leaves[index] for index in wrt]
     aliases = leaves if create_graph else [leaf.detach().requires_grad_() for leaf in leaves]
     swap = {id(graph.leaves[index]): alias for index, alias in zip(wrt, aliases, strict=True)}
+    swap |= {id(graph.leaves[index]): leaf for index, leaf in before.items()}
     with torch.enable_grad():
-        environment, _ = _replay(graph, set(roots), set(), swap, lambda: graph.positions.keys())
+        environment, _ = _replay(graph, set(roots), set(), swap, lambda: graph.positions.keys(), is_fresh=True)
         wanted = [environment[root] for root in roots]
         return list(torch.autograd.grad(wanted, aliases, list(seeds), allow_unused=True, create_graph=create_graph))
