@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from koila import events
+from koila._torch.transforms import outermost_data
 from koila.capture.bridge import Bridge
 from koila.capture.pending import address_of, recorder
 from koila.errors import KoilaError
@@ -75,6 +76,7 @@ def before_write(tensor: torch.Tensor) -> None:
     Nobody has asked for these values. What no budget allows to run, and what was released once and is too large to be
     kept, stays pending: whoever reads it after the write gets a `StaleInputError`.
     """
+    tensor = outermost_data(tensor)
     if not recorder.is_read(tensor):
         return
     found = _Readers([tensor])
