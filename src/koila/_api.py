@@ -25,14 +25,14 @@ from koila.capture.pending import recorder
 from koila.capture.purity import declare_pure
 from koila.errors import CaptureError, KoilaError
 from koila.execution.engine import Engine
-from koila.execution.jobs import Task
+from koila.execution.jobs import Task, decision_of
 from koila.interfaces import Runnable
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Value
 from koila.ir.source import user_site
 from koila.ir.tree import leaves, map_leaves
 from koila.ir.verify import verify
-from koila.planning.decide import decision_for, forget_decisions
+from koila.planning.decide import forget_decisions
 from koila.reporting.explain import Explanation, explanation
 from koila.reporting.planned_run import PlannedRun, planned_run
 from koila.reporting.report import Report
@@ -164,7 +164,7 @@ def pure(function: type[torch.autograd.Function]) -> type[torch.autograd.Functio
             where=str(user_site()),
             hint="koila.pure(MyFunction), or @koila.pure above the class",
         )
-    return declare_pure(function)  # type: ignore[no-any-return]
+    return declare_pure(function)
 
 
 def rule(target: Any, dimensions: str) -> None:
@@ -185,8 +185,9 @@ def rule(target: Any, dimensions: str) -> None:
 def settle() -> None:
     """Run everything that this thread has pending: each lazy value that the user holds, and each write to a buffer.
 
-    Call it before code that koila cannot see changes a tensor which was used lazily: a write through numpy, through an
-    alias of `.data`, or in C++. What was recorded before then has the numbers of before.
+    Call it before code that koila cannot see changes a tensor which was used lazily: a write through NumPy, in C++, or
+    by `out=` through an alias that was taken earlier. What was recorded before then has the numbers of before. Methods
+    that write, and reads of `.data`, need no call: what is pending on the tensor runs before them.
 
     Raises:
         KoilaError: A pending value cannot be run; all others have been.
@@ -244,7 +245,7 @@ def explain(value: Any, *, backward: bool = False, budget: object = None, total:
     1
     """
     task = _task(value, backward, _named(value, budget, total, chunk_size, offload), device)
-    return explanation(task.job, decision_for(task.job))
+    return explanation(task.job, decision_of(task))
 
 
 def plan(value: Any, *, backward: bool = False, budget: object = None, total: object = None,
@@ -272,7 +273,7 @@ def plan(value: Any, *, backward: bool = False, budget: object = None, total: ob
     8
     """
     task = _task(value, backward, _named(value, budget, total, chunk_size, offload), device)
-    return planned_run(task.job, decision_for(task.job))
+    return planned_run(task.job, decision_of(task))
 
 
 def _named(value: Any, budget: object, total: object, chunk_size: object, offload: object) -> Budget:

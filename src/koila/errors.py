@@ -65,7 +65,12 @@ class CaptureError(KoilaError):
 
 
 class StaleInputError(KoilaError):
-    """An input of a recorded operation was changed before the operation ran (Rule 5); ``where`` names both lines."""
+    """An input of a recorded operation was changed before the operation ran (Rule 5); ``where`` names both lines.
+
+    Methods of a tensor that write to it are seen before they do, and so is whoever reads its ``data``: what is pending
+    on it runs first. This error is for changes that are seen afterwards only (``out=``, ``torch._foreach_*``, C++), and
+    for values that no budget allowed to run before the write.
+    """
 
 
 class AnalysisError(KoilaError):

@@ -39,23 +39,25 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 """Arguments of `koila.budget`; a tuple has an entry for each rank."""
 
 
-def assert_no_differences(worker: Worker, folder: Path) -> None:
-    """Run a worker in two ranks; fail with what they found different."""
-    mp.spawn(_rank, (worker, str(folder)), nprocs=WORLD_SIZE)
-    found = [line for rank in range(WORLD_SIZE) for line in json.loads((folder / f"{rank}.json").read_text())]
+def assert_no_differences(worker: Worker, folder: Path, num_ranks: int = WORLD_SIZE) -> None:
+    """Run a worker in two ranks, or alone in a new process; fail with what was found different."""
+    mp.spawn(_rank, (worker, str(folder), num_ranks), nprocs=num_ranks)
+    found = [line for rank in range(num_ranks) for line in json.loads((folder / f"{rank}.json").read_text())]
     assert not found, "\n".join(found)
 
 
-def _rank(rank: int, worker: Worker, folder: str) -> None:
+def _rank(rank: int, worker: Worker, folder: str, num_ranks: int) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", WORLD_SIZE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=TIMEOUT)
+    if num_ranks > 1:
+        store = dist.FileStore(f"{folder}/store", num_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     try:
         found = worker(rank)
     except BaseException:  # The other rank must hear of it soon, the parent in full.
         found = [f"rank {rank}: {traceback.format_exc()}"]
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    if num_ranks > 1:
+        dist.destroy_process_group()
 
 
 def compare(rank: int, programs: Mapping[str, Program], ways: Mapping[str, Mapping[str, Any]] = WAYS) -> list[str]:

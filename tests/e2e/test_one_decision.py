@@ -53,6 +53,32 @@ def test_another_value_that_is_read_first_does_not_run_it_without_its_budget() -
     assert all(report.measured_bytes <= 900 * 1024 for report in seen.reports)
 
 
+def test_statistics_that_do_not_fit_are_refused_and_not_left_out() -> None:
+    """A program that shares nothing with the loss updates statistics: the budget must be enough for it, too."""
+
+    def step(budget: int, updates: bool = True) -> tuple[torch.Tensor, nn.BatchNorm1d]:
+        x, norm = koila.lazy(torch.ones(256, 64), budget=budget), nn.BatchNorm1d(512)
+        if updates:
+            norm((x @ torch.ones(64, 512)).relu())
+        return x.mean(1).square().sum(), norm
+
+    def refused(loss: torch.Tensor) -> int:
+        with pytest.raises(koila.BudgetError) as planned:
+            koila.plan(loss)
+        with pytest.raises(koila.BudgetError) as ran:
+            loss.item()
+        assert planned.value.needed_bytes == ran.value.needed_bytes
+        return planned.value.needed_bytes
+
+    alone, needed = refused(step(1, updates=False)[0]), refused(step(1)[0])
+    assert alone < needed
+    loss, norm = step(alone)
+    assert refused(loss) == needed and norm.running_mean[0] == 0
+    loss, norm = step(needed)
+    assert loss.item() == pytest.approx(256)
+    assert norm.running_mean[0] == pytest.approx(6.4)
+
+
 def test_reading_grad_fn_keeps_to_the_budget() -> None:
     w = torch.randn(64, 64, requires_grad=True)
     loss = ((koila.lazy(torch.randn(1024, 64), budget="300KiB") @ w).relu() @ w).relu().pow(2).mean()

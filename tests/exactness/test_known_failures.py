@@ -190,11 +190,12 @@ def body() -> nn.Module:
 
 
 @pytest.mark.semantics("S13")
+@pytest.mark.filterwarnings("ignore:[\\s\\S]*torch.utils.checkpoint is taken as if:koila.KoilaWarning")
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("size", [None, 1, 2, 3])
-def test_checkpoint_with_batch_normalisation(size: int | None, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_checkpoint_with_batch_normalisation(size: int, use_reentrant: bool) -> None:
     """pytorch/pytorch#96136, pytorch/pytorch#62471: the forward pass of a checkpointed block runs twice, and its
-    statistics are updated twice. koila takes the block as if it were not checkpointed."""
+    statistics are updated twice. Inside a budget koila takes the block as if it were not checkpointed, and says so."""
     x = torch.randn(5, 3, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
     def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,6 @@ FORMS: dict[str, Callable[..., Any]] = {
     "with a gradient": lambda x, w, b, out: out.backward(torch.arange(10.0, dtype=torch.float64).view(5, 2)),
     "with a lazy gradient": lambda x, w, b, out: out.backward(out.detach() * 2),
     "with a gradient of one": lambda x, w, b, out: out.sum().backward(torch.tensor(3.0, dtype=torch.float64)),
-    "with a gradient of another dtype": lambda x, w, b, out: out.backward(torch.ones(5, 2)),
     "with an expanded gradient": lambda x, w, b, out: out.backward(torch.ones(1, dtype=out.dtype).expand(5, 2)),
     "function": lambda x, w, b, out: torch.autograd.backward(out.square().sum()),
     "function with two roots": lambda x, w, b, out: torch.autograd.backward([out.sum(), out.square().mean()]),
@@ -245,3 +244,13 @@ def test_a_backward_in_the_middle_of_a_program() -> None:
         return early, loss.detach(), [p.grad for p in net.parameters()]
 
     same_as_eager(program, (1, 2, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S10")
+def test_a_gradient_of_another_dtype_is_converted() -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+        (lazy(torch.randn(5, 3, dtype=torch.float64)) @ weight).backward(torch.ones(5, 2))
+        return weight.grad
+
+    same_as_eager(program, (1, 2))

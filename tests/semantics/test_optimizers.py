@@ -117,7 +117,7 @@ def _two(model: nn.Sequential, lazy: Lazy) -> Any:
 def _alternating(model: nn.Module, lazy: Lazy) -> Any:
     """A generator and a critic that look at each other."""
     critic = net()
-    ours, theirs = torch.optim.Adam(model.parameters(), 0.01), torch.optim.Adam(critic.parameters(), 0.01)
+    ours, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(critic.parameters(), 0.1, momentum=0.9)
     for _ in range(2):
         x, _ = batch(lazy)
         fake = torch.cat([model(x), model(x)[:, :1]], 1)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 import koila
+from koila._torch import TorchDispatchMode
 from tests.semantics.modes import MODES, Scope, assert_same, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # PyTorch's own switch warns.
@@ -38,7 +38,6 @@ def _deterministic() -> tuple[bool, bool]:
 
 STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "no_grad": (torch.no_grad, torch.is_grad_enabled),
-    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.is_autocast_enabled("cpu")),
     "default dtype": (
         lambda: _set(torch.set_default_dtype, torch.float32, torch.float64),
         torch.get_default_dtype,
@@ -64,35 +63,60 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 """For each state, a scope that changes it and what reads it."""
 
 
+class Probe(TorchDispatchMode):
+    """Reads a state whenever numbers are added."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        super().__init__()
+        self.read = read
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor:
+            self.seen.append(self.read())
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.semantics("S15")
 @pytest.mark.parametrize("name", STATES)
 def test_a_late_call_finds_the_state_of_its_recording(name: str) -> None:
     scope, read = STATES[name]
-    seen: list[Any] = []
-
-    def probe(x: torch.Tensor) -> torch.Tensor:
-        if has_torch_function_unary(x):
-            found: torch.Tensor = handle_torch_function(probe, (x,), x)
-            return found
-        seen.append(read())
-        return x + 1
-
     outside = read()
     with scope():
         inside = read()
-        value = probe(koila.lazy(torch.zeros(3)))
+        value = koila.lazy(torch.zeros(3)) + 1
     assert inside != outside
-    seen.clear()  # Shapes were inferred at the call.
-    assert torch.equal(value.run(), torch.ones(3))
-    assert seen == [inside]
+    with Probe(read) as probe:
+        assert torch.equal(value.run(), torch.ones(3))
+    assert probe.seen == [inside]
     assert read() == outside
     with scope():
-        value = probe(koila.lazy(torch.zeros(3)))
-        value = value + 1
-    seen.clear()
-    outer = probe(value)
-    assert torch.equal(outer.run(), torch.full((3,), 3.0))
-    assert seen[-2:] == [inside, outside]
+        value = koila.lazy(torch.zeros(3)) + 1
+        value = value * 2
+    outer = value + 1
+    with Probe(read) as probe:
+        assert torch.equal(outer.run(), torch.full((3,), 3.0))
+    assert probe.seen == [inside, outside]
+
+
+@pytest.mark.semantics("S15")
+@MODES
+def test_autocast_of_the_time_of_recording(scope: Scope) -> None:
+    def run(lazy: Any) -> list[Any]:
+        torch.manual_seed(0)
+        net, x = nn.Linear(4, 4), torch.randn(7, 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = net(lazy(x))
+        outside = net(lazy(x))
+        (inside.float() + outside).sum().backward()
+        return [inside.detach() + 0, outside.detach() + 0, net.bias.grad]
+
+    wanted = run(plain)
+    with scope():
+        found = run(koila.lazy)
+        assert [tensor.dtype for tensor in found] == [torch.bfloat16, torch.float32, torch.float32]
+        assert_same(found[1:], wanted[1:])
+        assert torch.equal(koila.run(found[0]), wanted[0])
 
 
 @pytest.mark.semantics("S15")
@@ -190,3 +214,39 @@ def test_fused_modules_with_masks_and_hooks(masks: tuple[str, ...], scope: Scope
             assert_same(layer(koila.lazy(x), mask, **options), layer(x, mask, **options))
             assert_same(encoder(koila.lazy(x), mask, **options), encoder(x, mask, **options))
     assert seen == [3, 3]  # Once for each call of the layer.
+
+
+@pytest.mark.semantics("S9")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["compile", "script", "trace"])
+def test_compilers_take_fused_modules_as_without_koila(how: str) -> None:
+    koila.lazy(torch.ones(2))  # Whatever koila patches is patched now.
+    torch.manual_seed(0)
+    module, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(3, 5, 8)
+    with torch.no_grad():
+        made: Any = {
+            "compile": lambda: torch.compile(module, backend="eager", fullgraph=True),
+            "script": lambda: torch.jit.script(module),
+            "trace": lambda: torch.jit.trace(module, x),
+        }[how]()
+        assert_same(made(x), module(x))
+
+
+@pytest.mark.semantics("S15")
+@MODES
+def test_anomaly_mode(scope: Scope) -> None:
+    """No inner error while planning; eager's gradients, eager's error, and the user's line in what it says."""
+
+    def run(lazy: Any, offset: float) -> torch.Tensor | None:
+        w = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        with torch.autograd.set_detect_anomaly(True):
+            (lazy(torch.zeros(7, 4, dtype=torch.float64) + offset) * w - offset).sum().sqrt().mul(0).backward()
+        return w.grad
+
+    said = pytest.warns(UserWarning, match=r"Error detected in SqrtBackward0[\s\S]*test_recorded_state.py")
+    with scope(), said, pytest.raises(RuntimeError, match="SqrtBackward0' returned nan"):
+        run(koila.lazy, 1.0)
+    with torch.autograd.set_detect_anomaly(True), scope():
+        w = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        (koila.lazy(torch.ones(7, 4, dtype=torch.float64)) * w).sum().sqrt().backward()
+    assert_same(w.grad, torch.full((4,), 3.5 / 28**0.5, dtype=torch.float64))

@@ -181,7 +181,8 @@ def test_a_distributed_tensor_is_not_taken_for_a_plain_one() -> None:
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         weight = tensor.distribute_tensor(data(4, 4), mesh, [tensor.Replicate()])
-        assert koila.lazy(weight) is weight
+        with pytest.warns(koila.KoilaWarning, match="run eagerly"):
+            assert koila.lazy(weight) is weight
         with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as eager:
             data(7, 4) @ weight
         with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as lazy:

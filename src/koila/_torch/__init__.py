@@ -141,8 +141,6 @@ input_metadata: Callable[[Any], Any] = attrgetter("_input_metadata")
 """Shapes and dtypes of the gradients that a node receives. Look at: torch/csrc/autograd/python_cpp_function.cpp."""
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """The order in which autograd runs its nodes, latest first. Look at: torch/csrc/autograd/python_cpp_function.cpp."""
-will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the backward pass that goes on runs a node of autograd. Look at: torch/csrc/autograd/init.cpp."""
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that goes on; -1 outside of one. Look at: torch/autograd/graph.py, which asks it."""
 tensor_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
@@ -151,6 +149,19 @@ accumulation_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate
 """The same for `register_post_accumulate_grad_hook`. Look at: torch/_tensor.py."""
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether this backward was given `retain_graph`. Look at: torch/utils/checkpoint.py, which asks it, too."""
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that goes on runs a node of autograd.
+
+    Of a leaf `torch.autograd.grad` says nothing: it stops there, or does not come by.
+    Look at: torch/csrc/autograd/init.cpp.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
 
 saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """The innermost hooks on saved tensors, or None; asked by every call. Look at: torch/autograd/graph.py."""

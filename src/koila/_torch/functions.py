@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.overrides
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 from koila._torch import OpOverload, OpOverloadPacket
 
@@ -89,9 +89,7 @@ def leads_to_operators(found: Any) -> bool:
 @lru_cache(maxsize=4096)
 def draws_random_numbers(name: str) -> bool:
     """Whether aten's operator of that name is random; False if there is none."""
-    return any(
-        torch.Tag.nondeterministic_seeded in each.tags for each in _overloads(getattr(torch.ops.aten, name, None))
-    )
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in _overloads_of(name))
 
 
 def is_pure_operator(found: Any) -> bool:

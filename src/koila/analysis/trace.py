@@ -42,7 +42,7 @@ from koila.ir.graph import Graph
 from koila.ir.job import Demand
 from koila.ir.layout import dense_strides
 from koila.ir.node import Node, Value
-from koila.ir.prepass import PrePass, prepass_of
+from koila.ir.prepass import PrePass, prepass_of, with_bits
 from koila.ir.replay import replay
 
 aten = torch.ops.aten
@@ -129,7 +129,8 @@ class _Marks:
 
 def _fake(mode: FakeTensorMode, prepass: PrePass) -> torch.Tensor:
     with mode:
-        return torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
+        fake = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
+        return with_bits(fake, prepass.bits)
 
 
 def _inputs_of(graph: Graph, demand: Demand) -> list[tuple[Input, PrePass]]:

@@ -41,6 +41,8 @@ def warn_of_nothing_lazy(value: Any) -> None:
 def _instead_of(found: Any) -> str:
     if isinstance(found, torch.nn.Module):
         return "make its inputs lazy: model(koila.lazy(x))"
+    if isinstance(found, torch.Tensor) and type(found) not in (torch.Tensor, torch.nn.Parameter):
+        return "leave it out: calls on tensors of such a class run eagerly, with eager's numbers"
     if isinstance(found, torch.Tensor):
         return "make a strided tensor lazy: koila.lazy(x.to_dense())"
     if hasattr(found, "__array__"):

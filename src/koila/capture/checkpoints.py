@@ -20,10 +20,12 @@ from koila._budget import current_budget
 from koila._torch import CHECKPOINT_GENERATOR
 from koila._warnings import warn_once
 from koila.capture.bridge import Bridge
-from koila.capture.record import budget_of, run_eagerly
+from koila.capture.record import budget_of, realize, run_eagerly
 from koila.capture.scan import scan_call
 from koila.ir.source import user_site
-from koila.ir.tree import leaves
+from koila.ir.tree import leaves, map_leaves
+
+_WHY = "a checkpoint without a budget"
 
 
 def patch_checkpoint() -> None:
@@ -32,10 +34,10 @@ def patch_checkpoint() -> None:
 
     @wraps(original)
     def around(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if not _is_recorded((args, kwargs)):
-            yield from original(function, *args, **kwargs)
-        else:
+        if _is_recorded((args, kwargs)):
             yield
+        else:  # It is recomputed from what PyTorch keeps here: real tensors.
+            yield from original(function, *map_leaves(args, _real), **map_leaves(kwargs, _real))
 
     setattr(torch.utils.checkpoint, CHECKPOINT_GENERATOR, around)
 
@@ -49,7 +51,11 @@ def reentrant_checkpoint(original: Callable[..., Any], function: Any, preserves:
     def checkpoint(*reals: Any) -> Any:
         return original(kind, function, preserves, *reals)
 
-    return run_eagerly(checkpoint, scan_call(checkpoint, args, {})[0], "a checkpoint without a budget")
+    return run_eagerly(checkpoint, scan_call(checkpoint, args, {})[0], _WHY)
+
+
+def _real(leaf: Any) -> Any:
+    return realize(leaf._value, _WHY) if type(leaf) is Bridge.lazy_type else leaf
 
 
 def _is_recorded(arguments: Any) -> bool:

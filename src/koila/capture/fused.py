@@ -1,58 +1,83 @@
 """Modules with fused paths: what they decide, they decide when they are called, as in eager.
 
 *Takes* PyTorch's transformer modules. *Gives* the same modules, except that lazy arguments do not keep them from their
-fused operators: `torch.overrides.has_torch_function`, by which they decide, takes a lazy tensor for a plain one inside
-of them. The module's Python runs at the call, in the mode that it has then; what is recorded is the operator.
+fused operators: called with one, `forward` runs with a `torch` in which `overrides.has_torch_function`, by which it
+decides, takes a lazy tensor for a plain one. The module's Python runs at the call, in the mode that it has then; what
+is recorded is the operator. Without lazy arguments nothing is different, for compilers neither.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from koila._scopes import Scopes
 from koila._torch import is_function_mode_enabled
 from koila.capture.bridge import Bridge
 from koila.capture.record import input_value
 from koila.ir.tree import leaves, map_leaves
 
 MODULES = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
-_inside = Scopes[bool]("fused modules")
+
+
+class _Overrides:
+    """`torch.overrides` for these modules."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.overrides, name)
+
+    @staticmethod
+    def has_torch_function(arguments: Any) -> bool:
+        others = tuple(each for each in arguments if type(each) is not Bridge.lazy_type)
+        return is_function_mode_enabled() or torch.overrides.has_torch_function(others)
+
+
+class _Torch:
+    """`torch` for these modules."""
+
+    overrides = _Overrides()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_torch = _Torch()
 
 
 def patch_fused_modules() -> None:
     """Let these modules decide about lazy tensors as about plain ones."""
-    _patch_question()
     for kind in MODULES:
-        original = kind.forward
+        kind.forward = _patched(kind.forward, is_dynamo_compiling, _has_lazy, _call)  # type: ignore[method-assign]
 
-        def forward(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            if not any(type(leaf) is Bridge.lazy_type for leaf in leaves((args, kwargs))):
-                return _original(self, *args, **kwargs)
-            with _inside.inside(True):
-                return map_leaves(_original(self, *args, **kwargs), _lazy)
 
-        kind.forward = wraps(original)(forward)  # type: ignore[method-assign]
+def _patched(original: Any, compiles: Callable[[], bool], has_lazy: Any, call: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if compiles() or not has_lazy((args, kwargs)):
+            return original(self, *args, **kwargs)
+        return call(original, self, *args, **kwargs)
+
+    # It has the names of the original, where TorchScript looks them up, and its file: Dynamo stays out of koila's.
+    code = forward.__code__.replace(co_filename=original.__code__.co_filename)
+    return wraps(original)(FunctionType(code, original.__globals__, "forward", None, forward.__closure__))
+
+
+def _has_lazy(tree: Any) -> bool:
+    return any(type(leaf) is Bridge.lazy_type for leaf in leaves(tree))
+
+
+def _call(original: FunctionType, *args: Any, **kwargs: Any) -> Any:
+    """Call a forward with another `torch`."""
+    names = {**original.__globals__, "torch": _torch}
+    forward = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
+    forward.__kwdefaults__ = original.__kwdefaults__
+    return map_leaves(forward(*args, **kwargs), _lazy)
 
 
 def _lazy(leaf: Any) -> Any:
     """A result as a lazy tensor: with padded sequences the encoder computes on nested tensors, which are eager."""
     is_real = isinstance(leaf, torch.Tensor) and type(leaf) is not Bridge.lazy_type and not leaf.is_nested
     return Bridge.lazy_type._wrap(input_value(leaf)) if is_real else leaf
-
-
-def _patch_question() -> None:
-    original = torch.overrides.has_torch_function
-
-    @wraps(original)
-    def has_torch_function(arguments: Any) -> bool:
-        if not original(arguments):
-            return False
-        return _inside.innermost is None or is_function_mode_enabled() or _any_other(arguments)
-
-    def _any_other(arguments: Any) -> bool:
-        return any(type(each) is not Bridge.lazy_type and original((each,)) for each in arguments)
-
-    torch.overrides.has_torch_function = has_torch_function

@@ -28,7 +28,7 @@ from koila._torch import (
 from koila._torch.transforms import ADD_BATCH_DIM, active_transform
 from koila.capture.advice import warn_of_eager_program
 from koila.capture.bridge import Bridge
-from koila.capture.record import input_value, lazy_forward, realize, record
+from koila.capture.record import input_value, lazy_forward, realize, record, run_eagerly
 from koila.capture.scan import scan_call
 from koila.errors import CaptureError
 from koila.ir.cache import register
@@ -249,6 +249,16 @@ def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
     return record(_T.requires_grad_, scan, inference, current_context(), cacheable)
 
 
+def _at_call(func: Handler) -> Handler:
+    """A function of the user's own that asks `__torch_function__` runs at its call: nobody knows what it reads."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        scan, _ = scan_call(func, args, kwargs)
+        return run_eagerly(func, scan, "a function that is not PyTorch's own")
+
+    return call
+
+
 def _refused(what: str, hint: str) -> Handler:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise CaptureError(f"{what} is not possible on a lazy tensor", where=str(user_site()), hint=hint)
@@ -373,11 +383,11 @@ class _Found:
         self.entries.clear()
 
     def look_up(self, func: Handler) -> Handler:
-        """Look up a function, and remember it if it is PyTorch's own: a user's function must not be kept alive."""
+        """Look up a function, and remember it: it is PyTorch's own. A user's function must not be kept alive."""
         name = getattr(func, "__name__", "")
-        found = lookup_method(name) if getattr(_T, name, None) is func else lookup_function(func)
-        if not isinstance(func, FunctionType) or func.__module__.startswith("torch."):
-            self.entries[func] = found
+        if isinstance(func, FunctionType) and str(func.__module__).split(".")[0] != "torch":
+            return _at_call(func)
+        found = self.entries[func] = lookup_method(name) if getattr(_T, name, None) is func else lookup_function(func)
         return found
 
 

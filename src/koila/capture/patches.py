@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
+from pkgutil import iter_modules
 from sys import _getframe
 from typing import Any
 
@@ -130,7 +132,8 @@ class _ScriptCall(OwnedCall):
 def _patch_scripts() -> None:
     """Scripted and traced code runs at its call: parameters are hidden inside, and its optimiser drops gradients of
     tensors that do not require grad in C++, as lazy ones do not."""
-    for kind in (torch.jit.ScriptFunction, torch.ScriptMethod):
+    kinds: tuple[Any, ...] = (torch.jit.ScriptFunction, torch.ScriptMethod)
+    for kind in kinds:
         original = kind.__call__
 
         def call(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
@@ -144,13 +147,16 @@ def _patch_scripts() -> None:
 
 
 def _patch_state() -> None:
-    """Reading, replacing or copying a module's state comes after the pending updates of its statistics."""
+    """Reading, replacing or copying a module's state comes after the pending updates of its statistics; replacing it
+    also after what is pending on the old one."""
     for name in BUFFER_READERS:
         original = getattr(torch.nn.Module, name)
 
-        def settled(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+        def settled(self: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
             if recorder.effects:
                 Bridge.realizer.materialize([], "module state")
+            if _name == "load_state_dict":
+                Bridge.realizer.before_step([*self.parameters(), *self.buffers()])
             return _original(self, *args, **kwargs)
 
         setattr(torch.nn.Module, name, wraps(original)(settled))
@@ -190,11 +196,15 @@ def _patch_averages() -> None:
 
 _lock = threading.Lock()
 _installed: list[bool] = []
-_PACKAGES = tuple(
-    f"koila.{name}"
-    for name in ("_torch", "_scopes", "_budget", "events", "ir", "capture", "analysis", "planning", "execution")
+_PACKAGES = (
+    *(
+        f"koila.{name}"
+        for name in ("_torch", "_scopes", "_budget", "events", "ir", "analysis", "planning", "execution")
+    ),
+    *(f"koila.capture.{name}" for _, name, _ in iter_modules([str(Path(__file__).parent)]) if name != "writes"),
 )
-"""What Dynamo must not trace. `koila.delegates` is not among them: a lowered module may be part of a compiled one."""
+"""What Dynamo must not trace. `koila.delegates` is not among them: a lowered module may be part of a compiled one.
+Neither is `writes`: compiled code writes to tensors, too, and Dynamo sees through what is around these methods."""
 
 
 def install() -> None:

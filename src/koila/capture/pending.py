@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -26,6 +27,13 @@ MAX_EAGER_CALLS = 100
 _epochs = itertools.count()
 _left: deque[tuple[list[Node], list[weakref.ref[Node]]]] = deque()
 """(effects, tape) of threads that have ended; the next thread that asks takes them over."""
+
+
+class Rerun(Protocol):
+    """A program that ran in chunks and will run again for its gradients: it reads its inputs a second time."""
+
+    def before_write(self, address: int) -> None:
+        """The storage at this address may be written from now on."""
 
 
 class _Life:
@@ -55,6 +63,8 @@ class _Place(threading.local):
         self.addresses: set[int] = set()
         """Where the real operands lie of the first `num_noted` calls of the tape."""
         self.num_noted = 0
+        self.reruns: dict[int, weakref.ref[Rerun]] = {}
+        """Programs that a later backward pass will run again, by identity."""
         self.num_runs = 0
         """How many runs are going on, one inside the other: what they write is in order already."""
         self._life = _Life()
@@ -69,9 +79,12 @@ class _Place(threading.local):
 
 
 def address_of(operand: Value | torch.Tensor) -> int | None:
-    """The address of a real operand's storage."""
+    """The address of a real operand's storage; None for what has no memory of its own, as inside `torch.vmap`."""
     real = operand.real if isinstance(operand, Value) else operand
-    return None if real is None or not is_plain(real) else storage_key(real.untyped_storage())
+    try:
+        return None if real is None or not is_plain(real) else storage_key(real.untyped_storage())
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 class Recorder:
@@ -172,6 +185,20 @@ class Recorder:
         finally:
             place.num_runs -= 1
 
+    def note_rerun(self, rerun: Rerun) -> None:
+        """A program will run again, as long as anything refers to it."""
+        reruns, key = self.place.reruns, id(rerun)
+        reruns[key] = weakref.ref(rerun, lambda _: reruns.pop(key, None))
+
+    def warn_reruns(self, tensor: torch.Tensor) -> None:
+        """Tell programs that will run again that a real tensor may be written."""
+        address = None if self.place.num_runs else address_of(tensor)
+        if address is not None:
+            for reference in list(self.place.reruns.values()):
+                rerun = reference()
+                if rerun is not None:
+                    rerun.before_write(address)
+
     def is_read(self, tensor: torch.Tensor) -> bool:
         """Whether a call that this thread recorded reads the memory of a real tensor; no during a run."""
         place = self.place
@@ -179,8 +206,10 @@ class Recorder:
             return False
         for reference in place.tape[place.num_noted :]:
             node = reference()
-            if node is not None:
-                place.addresses |= {found for o in node.operands if (found := address_of(o)) is not None}
+            for operand in () if node is None else node.operands:
+                real = operand.real if type(operand) is Value else operand
+                if real is not None and real.layout is torch.strided:  # type: ignore[union-attr]
+                    place.addresses.add(storage_key(real.untyped_storage()))  # type: ignore[union-attr]
         place.num_noted = len(place.tape)
         return address_of(tensor) in place.addresses
 

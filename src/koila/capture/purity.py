@@ -345,13 +345,10 @@ class _Reading:
 
     def _is_context(self, before: dis.Instruction | None) -> bool:
         """Whether the instruction before left autograd's context on top of the stack."""
-        if (
-            self.context is None
-            or before is None
-            or not ("LOAD_FAST" in before.opname or before.opname == "LOAD_DEREF")
-        ):
+        if self.context is None or before is None:
             return False
-        return _names(before)[-1] == self.context
+        is_load = "LOAD_FAST" in before.opname or before.opname == "LOAD_DEREF"
+        return is_load and bool(_names(before)[-1] == self.context)
 
 
 _OWN_CELLS = frozenset(

@@ -33,13 +33,16 @@ class _Readers:
         self.released: list[Value] = []
         """Values that a run has computed and not kept; they could not be computed again."""
         spoiled: set[Node] = set()
+        lost: set[Node] = set()
         for node in recorder.recorded():
+            if node.has_changed or any(value.node in lost for value in node.values()):
+                lost.add(node)  # It was left pending at an earlier write.
+                continue
             reads = any(self._is_written(operand) for operand in node.operands)
-            if reads and not node.has_changed:
+            if reads:
                 self.nodes.append(node)
             if reads and not node.done:
-                if not node.failed and not node.has_changed:
-                    self.pending += _results(node)
+                self.pending += [] if node.failed else _results(node)
             elif reads or any(value.node in spoiled for value in node.values()):
                 spoiled.add(node)
                 self.released += node.waiting() if node.done else []
@@ -59,7 +62,7 @@ class _Readers:
 def _results(node: Node) -> list[Value]:
     """Values that a call makes, and those that it writes to."""
     made = [value for index in range(node.num_outputs) if (value := node.output(index)) is not None]
-    return made + [value for i in node.inference.writes if isinstance(value := node.operands[i], Value)]
+    return made + [each for i in node.inference.writes if isinstance(each := node.operands[i], Value)]
 
 
 def run_readers(written: Sequence[Value | torch.Tensor]) -> None:
@@ -77,6 +80,8 @@ def before_write(tensor: torch.Tensor) -> None:
     kept, stays pending: whoever reads it after the write gets a `StaleInputError`.
     """
     tensor = outermost_data(tensor)
+    if recorder.place.reruns:
+        recorder.warn_reruns(tensor)
     if not recorder.is_read(tensor):
         return
     found = _Readers([tensor])

@@ -126,6 +126,7 @@ def _wrapper(node: Node, scan: Scan) -> Callable[[Output], Any]:
             return original
         value = Value(output.prepass, _output_storage(output, scan, made), node, index)
         value.is_view = output.is_view
+        value.is_base = output.shares is None and output.shares_output is None
         place = recorder.place
         value.position = (place.epoch, place.count)
         place.count += 1

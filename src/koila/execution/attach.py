@@ -14,6 +14,7 @@ import torch
 
 from koila import events
 from koila._torch import accumulation_hooks, storage_key, tensor_hooks
+from koila.capture.pending import address_of, recorder
 from koila.errors import StaleInputError
 from koila.execution.eager_errors import GradientCheck
 from koila.execution.history import history_of
@@ -126,6 +127,10 @@ def _own_graph(graph: Graph, group: tuple[int, ...]) -> Graph:
     return Graph(tuple(node for node in needed.nodes if node in graph.positions), tuple(values))
 
 
+def _bytes_of(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+
+
 class _Rerun:
     """A segment's program, run again in chunks for any gradients of its outputs."""
 
@@ -133,9 +138,23 @@ class _Rerun:
         self.job, self.own, self.leaves = job, own, leaves
         self.check = GradientCheck(own, set())
         self.versions = [version_of(leaf) for leaf in own.leaves]
+        self._copies: dict[int, torch.Tensor] = {}
+        """The bytes of leaves that somebody may have written without a version since, by index."""
+        recorder.note_rerun(self)
+
+    def before_write(self, address: int) -> None:
+        """Whoever has `.data` of a leaf can write it unseen: keep its bytes to compare them."""
+        for index, leaf in enumerate(self.own.leaves):
+            if index not in self._copies and address_of(leaf) == address:
+                self._copies[index] = _bytes_of(leaf).clone()
+
+    def _is_fresh(self) -> bool:
+        if [version_of(leaf) for leaf in self.own.leaves] != self.versions:
+            return False
+        return all(torch.equal(copy, _bytes_of(self.own.leaves[index])) for index, copy in self._copies.items())
 
     def check_fresh(self) -> None:
-        if [version_of(leaf) for leaf in self.own.leaves] != self.versions:
+        if not self._is_fresh():
             raise StaleInputError(
                 "an input was changed after the forward pass and before the backward pass that needs it",
                 where=f"recorded at {self.own.nodes[0].site}",

@@ -99,43 +99,56 @@ def write_effects(graph: Graph, written: dict[int, torch.Tensor]) -> None:
 
 
 class Binding:
-    """Values bound to the results of a run; what was executed is no longer pending. It can be undone."""
+    """Values to be bound to the results of a run; what was executed is then no longer pending. It can be undone."""
 
     def __init__(self, nodes: Sequence[Node], results: dict[Value, torch.Tensor], budget: int | None) -> None:
-        executed = set(nodes)
-        self.following: Binding | None = None
-        """Values that were bound after these, and are undone before them."""
-        self._nodes = [(node, node.done, node.due) for node in nodes]
+        self._results, self._budget = results, budget
+        self._nodes = [(node, node.done, node.due, node.failed, node.freed) for node in nodes]
         self._values = [(value, value.node, value.budget) for value in results]
         self._storages = [
             (storage, storage.real, list(storage.writers), list(storage.readers))
             for storage in _storages(nodes, results)
         ]
-        for node in nodes:
+
+    def apply(self) -> None:
+        """Bind them."""
+        executed = {node for node, *_ in self._nodes}
+        for node in executed:
             node.done, node.due, node.failed = True, False, False
-        for value, real in results.items():
+        for value, real in self._results.items():
             value.bind(real)
-            if budget is not None:  # Programs that start from a result keep to the budget of its inputs.
-                value.budget = budget
+            if self._budget is not None:  # Programs that start from a result keep to the budget of its inputs.
+                value.budget = self._budget
         for storage, _, _, _ in self._storages:
             if storage.real:  # Else its values stay pending: whoever computes them again needs the writes again.
                 storage.forget(executed)
 
     def undo(self) -> None:
         """Everything is pending again."""
-        if self.following is not None:
-            self.following.undo()
-        for node, done, due in self._nodes:
-            node.done, node.due = done, due
+        for node, done, due, failed, freed in self._nodes:
+            node.done, node.due, node.failed, node.freed = done, due, failed, freed
         for value, maker, budget in self._values:
             value.real, value.node, value.budget = None, maker, budget
         for storage, real, writers, readers in self._storages:
             storage.real, storage.writers, storage.readers = real, writers, readers
 
 
+@contextmanager
+def undone_on_error(unless: Unless) -> Iterator[list[Binding]]:
+    """If the body raises, even between two of its lines (Ctrl-C), the bindings in the list are undone."""
+    made: list[Binding] = []
+    try:
+        yield made
+    except BaseException as error:
+        if not unless(error):
+            for binding in reversed(made):
+                binding.undo()
+        raise
+
+
 def commit(
     request: BackwardRequest, seeds: Sequence[torch.Tensor | None], changing: Sequence[torch.Tensor],
-    binding: Binding | None = None, can_be_repeated: bool = False,
+    can_be_repeated: bool = False,
 ) -> None:  # fmt: skip
     """PyTorch's own backward on real tensors, in one engine call.
 
@@ -143,15 +156,12 @@ def commit(
         request: The backward pass that is asked for.
         seeds: One for each of its roots.
         changing: Tensors whose gradients are restored if it fails.
-        binding: What was bound for it, to be undone then.
         can_be_repeated: Whether everything is as it was then, so that a smaller plan may try again.
     """
     try:
         with gradients_restored_on_error(changing, unless=is_from_user):
             _backward_on_real(request, seeds)
     except BaseException as error:
-        if binding is not None and not is_from_user(error):
-            binding.undo()
         if is_out_of_memory(error) and not can_be_repeated:
             raise BudgetError(
                 f"memory ran out while gradients were computed or added: {str(error).splitlines()[0]}",

@@ -19,15 +19,24 @@ from koila._torch.transforms import outside_transforms
 from koila.analysis.program import NotSplittable, program_of
 from koila.capture.lookup import BackwardRequest, GradRequest
 from koila.capture.pending import Recorder
+from koila.errors import BudgetError
 from koila.execution.advice import warn_of_closed_scope
 from koila.execution.attach import attached, count_fallback
-from koila.execution.commit import Binding, commit, give_up, is_from_user, restored_on_error, write_effects
+from koila.execution.commit import (
+    Binding,
+    commit,
+    give_up,
+    is_from_user,
+    restored_on_error,
+    undone_on_error,
+    write_effects,
+)
 from koila.execution.eager_errors import check_again, note_recorded_gradients
 from koila.execution.evaluation import awaited
 from koila.execution.frames import few_frames
 from koila.execution.history import history_of
 from koila.execution.inner import places_of, real_gradients
-from koila.execution.jobs import Pending, Task, accumulating, held_bytes, task_for
+from koila.execution.jobs import Pending, Task, accumulating, decision_of, held_bytes, task_for
 from koila.execution.out_of_memory import note_failure, retried_once, run_until_it_fits
 from koila.execution.results import run_split, stream_split
 from koila.execution.seeds import Given, given_seeds, seeds_of
@@ -35,6 +44,7 @@ from koila.execution.segment import is_passed_by
 from koila.execution.steps import Step, remember, step, was_bound_last
 from koila.execution.whole_run import run_whole, written_leaves
 from koila.interfaces import BatchInfo
+from koila.ir.changes import note_change
 from koila.ir.graph import Graph, collect
 from koila.ir.job import Demand, Wanted
 from koila.ir.node import Node, Value
@@ -93,7 +103,10 @@ class Engine:
 
     def before_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """An optimizer is about to change parameters: run what the user holds and is pending on them, if it fits."""
-        self.run_what_fits(self._recorder.depending_on(parameters), "optimizer step")
+        depending = self._recorder.depending_on(parameters)
+        self.run_what_fits(depending, "optimizer step")
+        if any(value.real is None for value in depending):
+            note_change(parameters, user_site())
 
     def run_what_fits(self, values: Sequence[Value], why: str) -> None:
         """Run values before what they are made from changes: the smallest first, into the share for what is held."""
@@ -178,6 +191,8 @@ class Engine:
                 noted.tries(decision)
                 run(decision)
             else:
+                if task.others:
+                    decision_of(task)  # Refused before anything runs.
                 run_until_it_fits(task.job, run, noted.tries, failed)
         except BaseException as error:
             if not (task.is_plain and is_out_of_memory(error)):
@@ -194,25 +209,30 @@ class Engine:
             count_fallback(decision.fallback)
         if is_whole and request is not None:
             check_again(graph, request.roots)
-        with restored_on_error(written_leaves(graph) if request else (), unless=is_from_user):
+        with restored_on_error(written_leaves(graph), is_from_user), undone_on_error(is_from_user) as bindings:
             with without_saved_tensors_hooks():  # Calls that were recorded did not see them.
-                binding = self._whole(task) if is_whole else self._split(task, decision, noted, seeds)
+                if is_whole:
+                    self._whole(task, bindings)
+                else:
+                    self._split(task, decision, noted, seeds, bindings)
             if request is not None:
                 # A split run changes no gradient before its commit, which is PyTorch's own addition: no copies.
                 changing = accumulating(request, graph)
                 kept = changing if is_whole else [tensor for tensor in changing if tensor.grad is None]
-                commit(request, seeds, kept, binding, can_be_repeated=len(kept) == len(changing))
+                commit(request, seeds, kept, can_be_repeated=len(kept) == len(changing))
         noted.num_calls += len(graph.nodes)
         events.count("runs")
         events.count(f"runs::{decision.how}")
         self._recorder.new_epoch()
 
-    def _whole(self, task: Task) -> Binding:
+    def _whole(self, task: Task, bindings: list[Binding]) -> None:
         evaluation = task.whole
         results, done = run_whole(evaluation.graph, evaluation.needed, evaluation.effects, task.required)
-        return self._bind(done, results, task)
+        self._bind(done, results, task, bindings)
 
-    def _split(self, task: Task, decision: Decision, noted: Step, given: Given) -> Binding:
+    def _split(
+        self, task: Task, decision: Decision, noted: Step, given: Given, bindings: list[Binding]
+    ) -> None:  # fmt: skip
         for other in task.others:
             self._perform(other)
         job, graph, seeds = task.job, task.own.graph, seeds_of(task, decision, given)
@@ -226,22 +246,24 @@ class Engine:
         for index, dim in results.batch_dims.items():
             graph.outputs[index].batch = dim  # A later program that starts from it can be cut, too.
         note_recorded_gradients(graph)
-        binding = self._bind(graph.nodes, bound, task)
+        self._bind(graph.nodes, bound, task, bindings)
         views = [value for value in task.own.derived if value.storage.real]
         if views:
             apart = collect(views, [])
-            binding.following = self._bind(apart.nodes, run_whole(apart, set(views), set())[0], task)
-        return binding
+            self._bind(apart.nodes, run_whole(apart, set(views), set())[0], task, bindings)
 
-    def _bind(self, nodes: Sequence[Node], results: dict[Value, torch.Tensor], task: Task) -> Binding:
+    def _bind(
+        self, nodes: Sequence[Node], results: dict[Value, torch.Tensor], task: Task, bindings: list[Binding]
+    ) -> None:  # fmt: skip
         remember(results)
-        return Binding(nodes, results, task.given_bytes)
+        bindings.append(Binding(nodes, results, task.given_bytes))
+        bindings[-1].apply()
 
-    def _perform(self, graph: Graph) -> None:
+    def _perform(self, task: Task) -> None:
         """Run another program for its effects alone."""
-        task = task_for([], Pending([node for node in graph.nodes if node.due], ()))
         try:
-            if task is not None:
-                self._run(task, Step())
+            self._run(task, Step())
+        except BudgetError:  # Statistics that cannot be updated inside the budget are not left out in silence.
+            raise
         except Exception:  # Whoever asks for its value will see the error.
-            events.count("effects::dropped", site=graph.nodes[-1].site)
+            events.count("effects::dropped", site=task.own.graph.nodes[-1].site)

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from koila.ir.graph import Graph
-from koila.ir.node import Node, Value
+from koila.ir.node import Node, Storage, Value
 
 
 class Evaluation:
@@ -36,7 +36,12 @@ class Evaluation:
         return [value for value in found if value is not None and value.node is not None]
 
     def _is_needed(self, value: Value) -> bool:
-        """The user holds it, or a call that is not part of this run reads it."""
+        """The user holds it, or a call that is not part of this run reads it.
+
+        A value that a call outside of this run writes to stays pending: bound now, it would miss that write.
+        """
+        if any(writer not in self._place for writer in value.storage.writers):
+            return False
         if value.is_held:
             return True
         readers = (reference() for reference in value.storage.readers)
@@ -82,8 +87,23 @@ class Evaluation:
     def asked(self) -> tuple[int, ...]:
         """Outputs that are wanted or kept on purpose, or that a wanted view lies in."""
         based = {id(value.storage) for value in self.derived & self.wanted}
+        spoiled = self._spoiled()
         outputs = enumerate(self.graph.outputs)
-        return tuple(i for i, v in outputs if v in self.wanted or v.keep or id(v.storage) in based)
+        return tuple(i for i, v in outputs if v in self.wanted or v.keep or id(v.storage) in based or v in spoiled)
+
+    def _spoiled(self) -> set[Value]:
+        """Results of calls that start from what a value was before this run writes to it and binds it.
+
+        They are computed now or never: later, they would start from what was written.
+        """
+        bound = {value.storage for value in self.needed if value.storage.writers and not value.storage.real}
+        found: set[Node] = set()
+        for node in self._nodes if bound else ():
+            for value in node.values():
+                before = value.storage in bound and node.sequence < value.storage.writers[-1].sequence
+                if before or (value.node in found and value.storage not in bound):
+                    found.add(node)
+        return {value for value in self.needed if value.node in found and value.storage not in bound}
 
     @cached_property
     def held(self) -> tuple[int, ...]:
@@ -96,13 +116,17 @@ class Evaluation:
 def awaited(nodes: Sequence[Node]) -> list[Node]:
     """Of pending calls, in order, those that lead to something that somebody holds, or to a write that is due.
 
-    What nobody can ask for is garbage, whether Python has collected it by now or not.
+    What nobody can ask for is garbage, whether Python has collected it by now or not. A write to memory in which
+    somebody holds a view leads to that view, whether its own result is held or not.
     """
     found: set[Node] = set()
+    held = {value.storage for node in nodes if not node.done for value in node.waiting()}
     for node in reversed(nodes):
-        # What has no result writes to its operands, or hangs a hook on one.
-        concerned = [node.output(index) for index in range(node.num_outputs)] or list(_seen_through(node))
-        if node.due or any(_leads_on(value, found) for value in concerned):
+        if (
+            node.due
+            or any(_leads_on(node.output(index), found) for index in range(node.num_outputs))
+            or any(storage in held or _is_read(storage, found) for storage in _written(node))
+        ):
             found.add(node)
     found.update([node for node in nodes if node.inference.writes and _spoils(node, found)])
     return [node for node in nodes if node in found]
@@ -115,15 +139,20 @@ def _spoils(node: Node, found: set[Node]) -> bool:
     return any(reader in found and reader.sequence < node.sequence for reader in readers if reader is not None)
 
 
+def _written(node: Node) -> list[Storage]:
+    """The memory of pending values that a call writes to."""
+    written = (node.operands[index] for index in node.inference.writes)
+    return [operand.storage for operand in written if isinstance(operand, Value)]
+
+
+def _is_read(storage: Storage, nodes: set[Node]) -> bool:
+    return any(reference() in nodes for reference in storage.readers)
+
+
 def _leads_on(value: Value | None, found: set[Node]) -> bool:
     if value is None:
         return False
-    return value.is_held or any(reference() in found for reference in value.storage.readers)
-
-
-def _seen_through(node: Node) -> Iterator[Value]:
-    """The operands of a call, and what they are views of."""
-    return (base for value in node.values() if value.node is not None for base in _bases(value))
+    return value.is_held or _is_read(value.storage, found)
 
 
 def _pending_from(nodes: Sequence[Node]) -> list[Node]:

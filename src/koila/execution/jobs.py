@@ -15,6 +15,7 @@ import torch
 from koila._budget import Budget, current_budget, default_bytes
 from koila._torch import storage_key
 from koila.capture.lookup import BackwardRequest
+from koila.errors import BudgetError
 from koila.execution.commit import leaves_behind
 from koila.execution.evaluation import Evaluation
 from koila.execution.history import expects_backward
@@ -24,6 +25,7 @@ from koila.ir.graph import Graph, collect
 from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import HOOKS, Node, Value
 from koila.ir.prepass import is_plain
+from koila.planning.decide import Decision, decision_for
 from koila.planning.eager_history import eager_history
 from koila.planning.whole_peak import leaf_bytes
 
@@ -40,7 +42,7 @@ class Task:
     """For an unsplit run: everything that is pending, in eager's order; autograd's order of summation depends on it."""
     own: Evaluation
     """For a run in chunks: what is asked for, and what hangs together with it."""
-    others: tuple[Graph, ...] = ()
+    others: tuple[Task, ...] = ()
     """Programs with pending writes that share nothing with it: a run in chunks performs each for itself, before."""
     request: BackwardRequest | None = None
     given_bytes: int | None = None
@@ -98,6 +100,32 @@ def task_for(
     return making.task() if is_limited or detailed else making.plain_task()
 
 
+def decision_of(task: Task) -> Decision:
+    """How a task runs; for `koila.plan` and for the run alike.
+
+    Raises:
+        BudgetError: Its budget, or that of a program that must run before it, is too small; the error names one that
+            is enough for all of them.
+    """
+    refusals: list[BudgetError] = []
+    decision = _decided(task, refusals)
+    if decision is None or decision.how == "split":
+        for other in task.others:
+            _decided(other, refusals)
+    if refusals:
+        raise max(refusals, key=lambda refusal: refusal.needed_bytes or 0)
+    assert decision is not None
+    return decision
+
+
+def _decided(task: Task, refusals: list[BudgetError]) -> Decision | None:
+    try:
+        return decision_for(task.job)
+    except BudgetError as refusal:
+        refusals.append(refusal)
+        return None
+
+
 class _Making:
     """A task on its way."""
 
@@ -106,6 +134,7 @@ class _Making:
         budget: Budget | None, device: torch.device | None,
     ) -> None:  # fmt: skip
         self.due, self.pending, self.request, self.needed = due, pending, request, needed
+        self._named = budget, device
         # Eager would have run everything by now, in this order; autograd's order of summation depends on it.
         is_all = all(node in needed.positions for node in pending.nodes)
         self.everything = needed if is_all else collect(due, [*pending.effects, *pending.nodes])
@@ -119,9 +148,10 @@ class _Making:
         self.budget = resolved(budget, self.everything, self.device)
 
     def _leave_out_other_budgets(self) -> None:
-        """Programs that share nothing with what is asked for and have a budget of their own wait for their own run."""
+        """Programs that share nothing with what is asked for and have another budget wait for their own run."""
         _, others = self.everything.apart()
-        left_out = {node for other in others if other.budgets for node in other.nodes}
+        apart = (other for other in others if other.budgets and min(other.budgets) != self.given_bytes)
+        left_out = {node for other in apart for node in other.nodes}
         self.needed = _without(self.needed, left_out)
         self.everything = _without(self.everything, left_out)
 
@@ -136,7 +166,9 @@ class _Making:
         whole = self._evaluation(self.everything)
         graph, others = self._apart()
         own = self._evaluation(graph)
-        return Task(self._job(own, whole), whole, own, tuple(others), self.request, self.given_bytes)
+        tasks = (task_for([], Pending([n for n in g.nodes if n.due], ()), None, *self._named) for g in others)
+        apart = tuple(task for task in tasks if task is not None)
+        return Task(self._job(own, whole), whole, own, apart, self.request, self.given_bytes)
 
     def _evaluation(self, graph: Graph) -> Evaluation:
         return Evaluation(graph, self.due, {node for node in graph.nodes if node.due})

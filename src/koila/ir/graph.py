@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from koila.errors import StaleInputError
+from koila.ir.changes import changed_at
 from koila.ir.node import Node, Value, version_of
 from koila.ir.owned import OwnedCall
 from koila.ir.prepass import prepass_of
@@ -199,10 +200,12 @@ def _operand_code(operand: Value | torch.Tensor, leaves: dict[int, int], produce
 
 
 def _stale(node: Node, operand: Value | torch.Tensor) -> StaleInputError:
-    shape = list(operand.real.shape if isinstance(operand, Value) and operand.real is not None else operand.shape)  # type: ignore[union-attr]
+    real = operand.real if isinstance(operand, Value) else operand
+    assert real is not None  # Only real tensors have versions.
+    changed = changed_at(real)
     return StaleInputError(
-        f"an input of {node.name} (shape {shape}) was changed after the call was recorded and before it ran",
-        where=f"recorded at {node.site}, run at {user_site()}",
+        f"an input of {node.name} (shape {list(real.shape)}) was changed after the call was recorded and before it ran",
+        where=f"recorded at {node.site}, {'' if changed is None else f'changed at {changed}, '}run at {user_site()}",
         hint="run it before the change with koila.run(value) or koila.settle(), or keep it with koila.keep(value)",
     )
 

@@ -35,7 +35,7 @@ from koila.ir.draws import BY_LAYOUT
 from koila.ir.dtypes import is_refused
 from koila.ir.node import Value
 from koila.ir.owned import OwnedCall
-from koila.ir.prepass import QUANTISED, Draw, Inference, Output, PrePass, prepass_of
+from koila.ir.prepass import QUANTISED, Draw, Inference, Output, PrePass, prepass_of, with_bits
 from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
@@ -156,6 +156,7 @@ def _fake(prepass: PrePass, is_leaf: bool) -> torch.Tensor:
         extent = prepass.offset + sum((n - 1) * s for n, s in zip(prepass.shape, prepass.stride, strict=True)) + 1
         flat = torch.empty(max(extent, 0), dtype=prepass.dtype, device=prepass.device)
         base = flat.as_strided(prepass.shape, prepass.stride, prepass.offset).detach()
+    base = with_bits(base, prepass.bits)
     if not prepass.requires_grad:
         return base
     base.requires_grad_()

@@ -54,6 +54,7 @@ class Value:
         "budget",
         "holders",
         "index",
+        "is_base",
         "is_view",
         "keep",
         "node",
@@ -80,12 +81,15 @@ class Value:
         self.holders: tuple[weakref.ref[Any], ...] = ()
         """The LazyTensors that are this value; the user may hold several."""
         self.is_view = False
+        self.is_base = False
+        """Whether its memory was made for it: autograd follows writes to its views, as to other views of it; what
+        `detach` gives shares the memory only."""
         self.keep = False
         """Whether the user asked for it to be a result of the run that computes it."""
 
     @property
     def requires_grad(self) -> bool:
-        return self.prepass.requires_grad or (self.is_view and self.storage.requires_grad)
+        return self.prepass.requires_grad or (self.storage.requires_grad and (self.is_view or self.is_base))
 
     @property
     def batch(self) -> int | None:

@@ -34,7 +34,7 @@ class OwnedCall:
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner = owner
-        self.key = (type(self), Identity(owner))
+        self.key: tuple[Any, ...] = (type(self), Identity(owner))
         """What stands for the function in keys."""
         self.__name__ = self.__qualname__ = name
 

@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 
-from koila._torch import OpOverload
+from koila._torch import OpOverload, negative_view
 
 _Key = tuple[Any, ...]
 
 
 class PrePass:
-    """Shape, strides, offset, dtype, device, layout, requires_grad, batch and inference; compare with `is`."""
+    """Shape, strides, offset, dtype, device, layout, requires_grad, batch, inference and bits; compare with `is`."""
 
     __slots__ = (
         "__weakref__",
         "_key",
         "batch",
+        "bits",
         "device",
         "dtype",
         "inference",
@@ -47,11 +48,13 @@ class PrePass:
     nothing: recording never guesses."""
     inference: bool
     """Whether it is a tensor of `torch.inference_mode`, which autograd refuses later."""
+    bits: tuple[bool, bool]
+    """Whether its data is to be conjugated and negated when it is read: what `conj()` gives is a view."""
 
     def __init__(self, key: _Key) -> None:
         self._key = key
         self.shape, self.stride, self.offset, self.dtype, self.device, self.layout, *rest = key
-        self.requires_grad, self.batch, self.inference = rest
+        self.requires_grad, self.batch, self.inference, self.bits = rest
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +80,7 @@ class PrePass:
         """
         known = dim is not None and -len(self.shape) <= dim < len(self.shape)
         found = dim % len(self.shape) if known and dim is not None else None
-        return _intern((*self._key[:7], found, self.inference))
+        return _intern((*self._key[:7], found, *self._key[8:]))
 
     def __repr__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -118,6 +121,7 @@ def prepass_of(tensor: torch.Tensor) -> PrePass:
             tensor.requires_grad,
             None,
             tensor.is_inference(),
+            (tensor.is_conj(), tensor.is_neg()),
         )
     )
 
@@ -135,6 +139,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
     (True, False)
     """
     return type(tensor) in PLAIN_TYPES and tensor.layout == torch.strided and not tensor.is_nested
+
+
+def with_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:
+    """The tensor with the bits of a `PrePass`, of which nothing but the layout is known."""
+    if bits[0]:
+        tensor = tensor.conj().detach()
+    return negative_view(tensor).detach() if bits[1] else tensor
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> PrePass:

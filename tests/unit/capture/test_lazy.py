@@ -140,3 +140,12 @@ def test_the_batch_is_followed_through_the_program() -> None:
     assert x.t().batch == koila.BatchInfo(1, 4)
     assert x.sum().batch is None
     assert (x.view(4, 2, 3).transpose(0, 2) + 1).batch == koila.BatchInfo(2, 4)
+
+
+def test_methods_that_write_in_place_are_recorded() -> None:
+    """They are PyTorch's own, although koila watches them."""
+    value = koila.lazy(torch.ones(3)) * 2
+    value.mul_(2).add_(1)
+    value[0] = 0
+    assert not any(name.startswith("eager") for name in koila.metrics.counter_names())
+    assert value.tolist() == [0, 5, 5]
