@@ -180,3 +180,33 @@ def test_a_write_inside_of_vmap_comes_after_what_reads_the_tensor() -> None:
         return product, numbers
 
     same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S11")
+def test_a_loop_that_makes_new_parameters_from_recorded_gradients() -> None:
+    def program(lazy: Lazy) -> Any:
+        weights = [randn(4, 5).requires_grad_(), randn(5, 1).requires_grad_()]
+        losses = []
+        for _ in range(3):
+            loss = (lazy(randn(7, 4)) @ weights[0]).relu().matmul(weights[1]).square().mean()
+            pairs = zip(weights, torch.autograd.grad(loss, weights), strict=True)
+            weights = [(weight - 0.1 * gradient).detach().requires_grad_() for weight, gradient in pairs]
+            losses.append(loss)
+        return [loss.item() for loss in losses], weights
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S11")
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
+def test_derivatives_of_derivatives_are_read_in_any_order(order: tuple[int, ...]) -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = randn(4).requires_grad_()
+        loss = (lazy(randn(7, 4)) * weight).sin().sum()
+        (first,) = torch.autograd.grad(loss, weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), weight, create_graph=True)
+        (third,) = torch.autograd.grad(second.sum(), weight)
+        found = (first, second, third)
+        return [found[index].tolist() for index in order], loss.item()
+
+    same_as_eager(program, chunks=(1, 3))
