@@ -36,6 +36,7 @@ PRIVATE_OPERATORS = frozenset(
         "_fft_r2c.default",
         "_fused_rms_norm.default",
         "_fused_rms_norm_backward.default",
+        "_linalg_check_errors.default",
         "_linalg_det.default",
         "_linalg_eigh.default",
         "_linalg_slogdet.default",

@@ -65,3 +65,14 @@ def is_batched(tensor: torch.Tensor | None) -> bool:
         return False
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
+def outermost_data(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor outside of all transforms whose memory a tensor inside of them shows; mostly itself.
+
+    Look at: torch/csrc/functorch/init.cpp. What a transform makes has no storage that could be asked for.
+    """
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor

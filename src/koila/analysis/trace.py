@@ -33,6 +33,7 @@ from koila._torch import (
     without_saved_tensors_hooks,
 )
 from koila.analysis.decompositions import decompositions
+from koila.analysis.decompositions.checks import CheckedFunctions, check_in_kernel
 from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
 from koila.errors import AnalysisError
@@ -259,7 +260,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
     # Whoever asks for a value may be in inference mode, or below the dispatch keys that tracing needs.
     with torch.inference_mode(False), ordinary_dispatch(), without_saved_tensors_hooks():
         fakes = [_fake(mode, prepass) for _, prepass in pairs]
-        with torch.enable_grad(), mode:
+        with torch.enable_grad(), mode, CheckedFunctions():
             module = make_fx(program, table)(*fakes)
         if any(_is_mutable(node) for node in module.graph.nodes):
             module = _functionalise(module, fakes, mode, table)
@@ -305,6 +306,8 @@ def _simplify(module: fx.GraphModule) -> None:
             _replace_by_source(module.graph, node)
         elif node.target is aten.t.default and node.args[0].target is aten.t.default:
             node.replace_all_uses_with(node.args[0].args[0])
+        elif node.target is aten._linalg_check_errors.default:
+            check_in_kernel(node)
     module.graph.eliminate_dead_code()
 
 

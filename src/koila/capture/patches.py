@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from pkgutil import iter_modules
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from koila._torch.dynamo import keep_dynamo_out
+from koila._torch.modules import BUFFER_READERS, NORM_BASE, NORM_FORWARDS, buffer_of
 from koila._torch.switches import watch_precision
 from koila.capture.bridge import Bridge
 from koila.capture.checkpoints import patch_checkpoint, reentrant_checkpoint
@@ -145,9 +147,9 @@ def _patch_scripts() -> None:
 
 
 def _patch_state() -> None:
-    """Reading or replacing a module's state comes after the pending updates of its statistics; replacing it also after
-    what is pending on the old one."""
-    for name in ("state_dict", "load_state_dict"):
+    """Reading, replacing or copying a module's state comes after the pending updates of its statistics; replacing it
+    also after what is pending on the old one."""
+    for name in BUFFER_READERS:
         original = getattr(torch.nn.Module, name)
 
         def settled(self: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
@@ -158,6 +160,22 @@ def _patch_state() -> None:
             return _original(self, *args, **kwargs)
 
         setattr(torch.nn.Module, name, wraps(original)(settled))
+
+
+def _patch_statistics() -> None:
+    """Reading `bn.running_mean` comes after its pending updates, unless it is read to be updated once more."""
+    original = torch.nn.Module.__getattr__
+
+    def read(self: Any, name: str) -> Any:
+        place = recorder.place
+        if name.startswith("running_") and place.effects and not place.num_runs:
+            buffer = buffer_of(self, name)
+            storage = None if buffer is None else recorder.storage_of(buffer)
+            if storage is not None and storage.writers and _getframe(1).f_code not in NORM_FORWARDS:
+                Bridge.realizer.materialize([], "running statistics")
+        return original(self, name)
+
+    NORM_BASE.__getattr__ = read  # type: ignore[method-assign]
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -200,6 +218,7 @@ def install() -> None:
             _patch_function()
             patch_checkpoint()
             _patch_state()
+            _patch_statistics()
             patch_fused_modules()
             watch_precision()
             install_distributed()

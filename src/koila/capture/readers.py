@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from koila import events
+from koila._torch.transforms import outermost_data
 from koila.capture.bridge import Bridge
 from koila.capture.pending import address_of, recorder
 from koila.errors import KoilaError
@@ -86,6 +87,7 @@ def before_write(tensor: torch.Tensor, unseen: bool = False) -> None:
     Nobody has asked for these values. What no budget allows to run, and what was released once and is too large to be
     kept, stays pending: whoever reads it after the write gets a `StaleInputError`.
     """
+    tensor = outermost_data(tensor)
     if recorder.is_read(tensor):
         _run_for_others(_Readers([tensor]))
     if recorder.place.reruns:  # Also what has just run may run again.

@@ -139,10 +139,17 @@ def check_again(graph: Graph, roots: Iterable[Any]) -> None:
 def note_recorded_gradients(graph: Graph) -> None:
     """The program has run: what its calls of `autograd.grad` went through without `retain_graph` is freed."""
     for node in graph.nodes:
-        if node.func is torch.autograd.grad:
-            outputs, inputs, _, retains, creates = node.args[:5]
-            if not (creates if retains is None else retains):
-                _free_between(graph, _tuple(outputs), _tuple(inputs))
+        if frees_graph(node):
+            outputs, inputs = node.args[:2]
+            _free_between(graph, _tuple(outputs), _tuple(inputs))
+
+
+def frees_graph(node: Node) -> bool:
+    """Whether a call is an `autograd.grad` without `retain_graph`."""
+    if node.func is not torch.autograd.grad:
+        return False
+    retains, creates = node.args[3:5]
+    return not (creates if retains is None else retains)
 
 
 def _tuple(tensors: Any) -> tuple[Any, ...]:

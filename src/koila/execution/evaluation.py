@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 
+from koila.execution.eager_errors import frees_graph
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Storage, Value
 
@@ -86,10 +87,9 @@ class Evaluation:
     @cached_property
     def asked(self) -> tuple[int, ...]:
         """Outputs that are wanted or kept on purpose, or that a wanted view lies in."""
-        based = {id(value.storage) for value in self.derived & self.wanted}
-        spoiled = self._spoiled()
-        outputs = enumerate(self.graph.outputs)
-        return tuple(i for i, v in outputs if v in self.wanted or v.keep or id(v.storage) in based or v in spoiled)
+        now = self.wanted | self._spoiled() | self._behind_gradients()
+        based = {id(value.storage) for value in self.derived & now}
+        return tuple(i for i, v in enumerate(self.graph.outputs) if v in now or v.keep or id(v.storage) in based)
 
     def _spoiled(self) -> set[Value]:
         """Results of calls that start from what a value was before this run writes to it and binds it.
@@ -104,6 +104,19 @@ class Evaluation:
                 if before or (value.node in found and value.storage not in bound):
                     found.add(node)
         return {value for value in self.needed if value.node in found and value.storage not in bound}
+
+    def _behind_gradients(self) -> set[Value]:
+        """Results that depend on recorded gradients, if this run frees what one of these went through.
+
+        They are computed now or never, too: the gradients could not be computed again.
+        """
+        if not any(frees_graph(node) for node in self._nodes):
+            return set()
+        found: set[Node] = set()
+        for node in self._nodes:
+            if node.func is torch.autograd.grad or any(value.node in found for value in node.values()):
+                found.add(node)
+        return {value for value in self.needed if value.node in found}
 
     @cached_property
     def held(self) -> tuple[int, ...]:

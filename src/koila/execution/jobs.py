@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from koila._budget import Budget, current_budget, default_bytes
+from koila._torch import storage_key
 from koila.capture.lookup import BackwardRequest
 from koila.errors import BudgetError
 from koila.execution.commit import leaves_behind
@@ -23,6 +24,7 @@ from koila.ir.ambient import Context, current_context
 from koila.ir.graph import Graph, collect
 from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import HOOKS, Node, Value
+from koila.ir.prepass import is_plain
 from koila.planning.decide import Decision, decision_for
 from koila.planning.eager_history import eager_history
 from koila.planning.whole_peak import leaf_bytes
@@ -270,7 +272,23 @@ def _why_whole(own: Evaluation, request: BackwardRequest | None) -> str | None:
         return "requires_grad_() on a lazy value makes a leaf that collects its own gradient"
     if request is not None and request.create_graph:
         return "create_graph=True needs the graph of the whole run"
+    if _reads_statistics(graph):
+        return "a call reads running statistics that another updates, and a run again would update them twice"
     return _why_whole_now({node.context for node in graph.nodes})
+
+
+def _reads_statistics(graph: Graph) -> bool:
+    """Whether a call reads what the program writes, other than to update it."""
+    written = {storage_key(leaf.untyped_storage()) for leaf in written_leaves(graph)}
+    others = (
+        operand.real if isinstance(operand, Value) else operand
+        for node in (graph.nodes if written else ())
+        for index, operand in enumerate(node.operands)
+        if index not in node.inference.hidden_writes
+    )
+    return any(
+        real is not None and is_plain(real) and storage_key(real.untyped_storage()) in written for real in others
+    )
 
 
 def _why_whole_now(recorded: set[Context]) -> str | None:

@@ -71,11 +71,10 @@ def _target_weights(self: Tensor, weight: Tensor | None, kept: Tensor, safe: Ten
 
 
 def binary_cross_entropy(self: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN) -> Tensor:
-    """Logarithms are cut off at -100, as in eager."""
-    there = aten.clamp_min.default(aten.log.default(self), -100)
-    absent = aten.clamp_min.default(aten.log1p.default(aten.neg.default(self)), -100)
-    losses = (target - 1) * absent - target * there
-    return reduced(losses if weight is None else losses * weight, reduction)
+    """Eager's kernel without its reduction: it refuses what is not between 0 and 1."""
+    if reduction == NONE:
+        return NotImplemented
+    return reduced(aten.binary_cross_entropy.default(self, target, weight, NONE), reduction)
 
 
 def binary_cross_entropy_backward(

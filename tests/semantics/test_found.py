@@ -1,0 +1,212 @@
+"""Programs that gave other numbers than eager, or another error, when they were written to break koila."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import koila
+from koila.capture.pending import recorder
+from tests.semantics.compare import Lazy, outcome, same_as_eager
+
+SIZES = (None, 1, 3)
+REFUSALS = "positive-definite|singular|out of bounds|Class values|between 0 and 1"
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def raises_as_eager(program: Callable[[Lazy], Any]) -> None:
+    """Eager refuses the data; so does koila, whole and in chunks, with an error of the same class."""
+    try:
+        outcome(program, lambda *values, **_: values[0] if len(values) == 1 else values)
+        raise AssertionError("eager takes the data")
+    except RuntimeError as error:
+        refusal = type(error)
+    for size in SIZES:
+        with koila.budget(chunk_size=size) if size else koila.budget("1GiB"), pytest.raises(refusal, match=REFUSALS):
+            outcome(program, koila.lazy)
+        recorder.forget()
+
+
+def matrices(broken: int) -> torch.Tensor:
+    """A stack of unit matrices, one of them all zeros."""
+    stack = torch.eye(3, dtype=torch.float64).repeat(5, 1, 1)
+    stack[broken] = 0
+    return stack
+
+
+@pytest.mark.semantics("S8")
+@pytest.mark.parametrize("function", [torch.linalg.cholesky, torch.linalg.inv, lambda a: torch.linalg.solve(a, a)])
+def test_matrices_that_a_decomposition_refuses(function: Any) -> None:
+    weight = torch.ones(3, 3, dtype=torch.float64, requires_grad=True)
+    raises_as_eager(lambda lazy: function(lazy(matrices(3)) * weight).sum().backward())
+
+
+@pytest.mark.semantics("S8")
+def test_a_decomposition_that_fails_is_caught_and_tried_again() -> None:
+    def program(lazy: Lazy) -> Any:
+        layer = nn.Linear(4, 4).double()
+        h = layer(lazy(randn(7, 4)))
+        gram = h.T @ h - 10 * torch.eye(4, dtype=torch.float64)
+        try:
+            factor = torch.linalg.cholesky(gram)
+            factor.sum().item()
+        except torch.linalg.LinAlgError:
+            factor = torch.linalg.cholesky(gram + 20 * torch.eye(4, dtype=torch.float64))
+        factor.diagonal().log().sum().backward()
+        return factor, layer.weight.grad
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S8")
+def test_probabilities_that_are_none() -> None:
+    weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
+
+    def loss(lazy: Lazy) -> Any:
+        x = lazy(randn(7, 4))
+        return F.binary_cross_entropy(x * weight * 10, (x > 0).double())
+
+    raises_as_eager(lambda lazy: loss(lazy).item())
+    raises_as_eager(lambda lazy: loss(lazy).backward())
+
+
+@pytest.mark.semantics("S8")
+@pytest.mark.parametrize("label", [5, -1])
+def test_classes_that_one_hot_refuses(label: int) -> None:
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    raises_as_eager(lambda lazy: (F.one_hot(lazy(torch.tensor([0, 1, label, 2])), 3) * weight).sum().backward())
+
+
+@pytest.mark.semantics("S8")
+def test_losses_whose_data_is_checked_have_eagers_numbers() -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = randn(4).requires_grad_()
+        x, y, labels = lazy(randn(7, 4), torch.rand(7, 4, dtype=torch.float64), torch.tensor([0, 3, 2, 1, 0, 1, 2]))
+        p = (x * weight).sigmoid()
+        each = F.binary_cross_entropy(p, y, weight=y + 1, reduction="none")
+        loss = F.binary_cross_entropy(p, y) + F.binary_cross_entropy(p, y, reduction="sum") + each.square().sum()
+        loss = loss + (F.one_hot(labels, 4) * p).log1p().mean()
+        loss.backward()
+        return loss, each, weight.grad
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+def _norm() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).double()
+
+
+READS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "attribute": lambda net: net[1].running_mean.clone(),
+    "getattr": lambda net: [getattr(net[1], name).sum().item() for name in ("running_mean", "running_var")],
+    "buffers": lambda net: [buffer.clone() for buffer in net.buffers()],
+    "state": lambda net: net.state_dict()["1.running_var"].clone(),
+    "deepcopy": lambda net: list(copy.deepcopy(net).buffers()),
+    "pickle": lambda net: list(pickle.loads(pickle.dumps(net)).buffers()),
+    "to": lambda net: list(net.to(torch.float32).buffers()),
+}
+
+
+@pytest.mark.semantics("S16")
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_running_statistics_are_read_while_their_update_is_pending(read: Any) -> None:
+    def program(lazy: Lazy) -> Any:
+        net = _norm()
+        with torch.no_grad():
+            net(lazy(randn(7, 4)))
+        return read(net)
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S16")
+def test_two_passes_through_a_norm_stay_one_program() -> None:
+    net = _norm()
+    first = net(koila.lazy(randn(7, 4)))
+    second = net(koila.lazy(randn(7, 4)))
+    assert first._value.real is None
+    assert second._value.real is None
+    (first * second).sum().backward()
+
+
+@pytest.mark.semantics("S16")
+@pytest.mark.parametrize("between", ["nothing", "state", "item", "attribute"])
+def test_statistics_that_a_later_call_reads(between: str) -> None:
+    def program(lazy: Lazy) -> Any:
+        net = _norm()
+        y = net(lazy(randn(7, 4)))
+        if between == "state":
+            net.state_dict()
+        elif between == "item":
+            y.sum().item()
+        scale = net[1].running_var.sqrt() if between == "attribute" else 1
+        loss = (y * scale + net[1].running_mean).pow(3).mean()
+        value = loss.item()
+        loss.backward()
+        return value, net[0].weight.grad, net[1].running_mean, net[1].running_var
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S13")
+def test_a_hessian_while_calls_are_pending() -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = randn(4, 4).requires_grad_()
+        x = lazy(randn(7, 4))
+        pending = (x @ weight).sum()
+        curvature = torch.func.hessian(lambda a: (a @ weight).tanh().sum())(x[0])
+        (curvature.sum() + pending).backward()
+        return curvature, weight.grad
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S13")
+def test_a_write_inside_of_vmap_comes_after_what_reads_the_tensor() -> None:
+    def program(lazy: Lazy) -> Any:
+        numbers = randn(4)
+        product = (lazy(randn(7, 4)) * numbers).sum()
+        torch.func.vmap(lambda number: number.mul_(3))(numbers)
+        return product, numbers
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S11")
+def test_a_loop_that_makes_new_parameters_from_recorded_gradients() -> None:
+    def program(lazy: Lazy) -> Any:
+        weights = [randn(4, 5).requires_grad_(), randn(5, 1).requires_grad_()]
+        losses = []
+        for _ in range(3):
+            loss = (lazy(randn(7, 4)) @ weights[0]).relu().matmul(weights[1]).square().mean()
+            pairs = zip(weights, torch.autograd.grad(loss, weights), strict=True)
+            weights = [(weight - 0.1 * gradient).detach().requires_grad_() for weight, gradient in pairs]
+            losses.append(loss)
+        return [loss.item() for loss in losses], weights
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S11")
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
+def test_derivatives_of_derivatives_are_read_in_any_order(order: tuple[int, ...]) -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = randn(4).requires_grad_()
+        loss = (lazy(randn(7, 4)) * weight).sin().sum()
+        (first,) = torch.autograd.grad(loss, weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), weight, create_graph=True)
+        (third,) = torch.autograd.grad(second.sum(), weight)
+        found = (first, second, third)
+        return [found[index].tolist() for index in order], loss.item()
+
+    same_as_eager(program, chunks=(1, 3))
