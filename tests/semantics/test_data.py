@@ -133,6 +133,27 @@ def test_an_input_written_between_a_value_and_its_backward(chunk_size: int | Non
                 gradient(koila.lazy, written)
 
 
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_running_average_between_a_value_and_its_backward(budget: dict[str, Any]) -> None:
+    """Eager's autograd has saved nothing of a summand: the write does not concern it. Of a factor it refuses."""
+
+    def gradient(wrap: Callable[[torch.Tensor], Any], combine: Callable[..., Any]) -> torch.Tensor:
+        weight, average = data(4, seed=1).requires_grad_(), data(4, seed=2)
+        hidden = wrap(data(7, 4)) * weight
+        value = (combine(hidden, average).tanh() * hidden).sum()
+        average.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        value.backward()
+        equal(average, 0.9 * data(4, seed=2) + 0.1 * (data(7, 4) * weight.detach()).mean(0))
+        assert weight.grad is not None
+        return weight.grad
+
+    with koila.budget(**budget):
+        equal(gradient(koila.lazy, torch.add), gradient(lambda x: x, torch.add))
+        for wrap in (koila.lazy, lambda x: x):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                gradient(wrap, torch.mul)
+
+
 class Codebook(nn.Module):
     """A VQ-VAE's codebook with averaged updates, as they are usually written."""
 

@@ -51,6 +51,13 @@ PROGRAMS.update({name: _reshaped(change) for name, change in CHANGES.items()})
 
 
 @program
+def a_row_of_an_expanded_value(x: torch.Tensor, w: torch.Tensor) -> Any:
+    rows = (x * w).expand(2, *x.shape)
+    rows[0] = 0.1
+    return rows - 0.1, rows.sum()
+
+
+@program
 def only_the_reshaped_value(x: torch.Tensor, w: torch.Tensor) -> Any:
     h = x * w
     h.transpose_(0, 1).squeeze_(2)

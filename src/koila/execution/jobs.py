@@ -265,6 +265,8 @@ def _why_whole(own: Evaluation, request: BackwardRequest | None) -> str | None:
     graph = own.graph
     if own.has_reshaped_views:
         return "a view shares memory with a value whose shape was changed in place"
+    if _writes_to_overlaps(graph):
+        return "a value whose elements share memory (expand, unfold) is written to through a view"
     if any(node.func in HOOKS for node in graph.nodes):
         return "hooks on lazy values see whole gradients"
     marked = [node.operands[0] for node in graph.nodes if node.func is torch.Tensor.requires_grad_]
@@ -275,6 +277,18 @@ def _why_whole(own: Evaluation, request: BackwardRequest | None) -> str | None:
     if _reads_statistics(graph):
         return "a call reads running statistics that another updates, and a run again would update them twice"
     return _why_whole_now({node.context for node in graph.nodes})
+
+
+def _writes_to_overlaps(graph: Graph) -> bool:
+    """Whether a write to one element changes others: a trace, which has no memory, would not see that."""
+    written = {
+        operand.storage
+        for node in graph.nodes
+        for index in node.inference.writes
+        if isinstance(operand := node.operands[index], Value)
+    }
+    values = (value for node in (graph.nodes if written else ()) for value in node.values())
+    return any(value.storage in written and value.prepass.overlaps for value in values)
 
 
 def _reads_statistics(graph: Graph) -> bool:

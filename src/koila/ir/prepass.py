@@ -64,6 +64,21 @@ class PrePass:
             count *= size
         return count
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements share memory, as in an expanded tensor.
+
+        >>> prepass_of(torch.ones(3).expand(2, 3)).overlaps, prepass_of(torch.ones(2, 3).mT).overlaps
+        (True, False)
+        """
+        reach = 0
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1:
+                if stride <= reach:
+                    return True
+                reach += stride * (size - 1)
+        return False
+
     def with_grad(self, requires_grad: bool) -> PrePass:
         """The same record with another requires_grad."""
         return _intern((*self._key[:6], requires_grad, *self._key[7:]))
