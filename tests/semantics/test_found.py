@@ -210,3 +210,17 @@ def test_derivatives_of_derivatives_are_read_in_any_order(order: tuple[int, ...]
         return [found[index].tolist() for index in order], loss.item()
 
     same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S5")
+def test_a_leaf_made_of_a_lazy_value_and_given_up() -> None:
+    def program(lazy: Lazy) -> Any:
+        leaf = (lazy(randn(7, 4)) * 2).detach().requires_grad_()
+        squares = leaf.square()
+        total = squares.sum()
+        del leaf
+        value = total.item()
+        total.backward()
+        return value, squares
+
+    same_as_eager(program, chunks=(1, 3))

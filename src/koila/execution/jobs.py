@@ -21,7 +21,7 @@ from koila.execution.evaluation import Evaluation
 from koila.execution.history import expects_backward
 from koila.execution.whole_run import written_leaves
 from koila.ir.ambient import Context, current_context
-from koila.ir.graph import Graph, collect
+from koila.ir.graph import Graph, collect, connected_leaves
 from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import HOOKS, Node, Value
 from koila.ir.prepass import is_plain
@@ -272,6 +272,8 @@ def _why_whole(own: Evaluation, request: BackwardRequest | None) -> str | None:
     marked = [node.operands[0] for node in graph.nodes if node.func is torch.Tensor.requires_grad_]
     if any(isinstance(value, Value) and value.is_held for value in marked):
         return "requires_grad_() on a lazy value makes a leaf that collects its own gradient"
+    if marked and any(value.requires_grad and not connected_leaves(graph, (value,)) for value in graph.outputs):
+        return "requires_grad_() on a lazy value makes the only leaf of a result that requires grad"
     if request is not None and request.create_graph:
         return "create_graph=True needs the graph of the whole run"
     if _reads_statistics(graph):
