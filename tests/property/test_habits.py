@@ -10,10 +10,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+import pytest
+
 from tests.property.draft import Program
 from tests.property.generator import make
 from tests.property.trial import Discarded, reduced
 from tests.property.ways import Way, difference, ways_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::koila.KoilaWarning")  # Some programs do what koila warns of.
 
 EXAMPLES = int(os.environ.get("KOILA_EXAMPLES", "200"))
 FIRST = int(os.environ.get("KOILA_FIRST_SEED", "0"))

@@ -77,6 +77,8 @@ class Engine:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
         with few_frames(), self._serving(), step() as noted:
+            if not request.retain_graph:
+                self._run_earlier_gradients(involved)
             seeds = self._given_seeds(request, involved)
             noted.continues, noted.is_empty = was_bound_last(involved), False
             if not self._serve(involved, request, noted, seeds):
@@ -93,6 +95,17 @@ class Engine:
     def is_inside(self, values: Sequence[Value], roots: Sequence[torch.Tensor]) -> bool:
         """Whether a run in chunks has hidden one of these values behind these tensors."""
         return bool(places_of(roots, values))
+
+    def _run_earlier_gradients(self, roots: Sequence[Value]) -> None:
+        """Calls of `autograd.grad` that somebody waits for come first: a backward pass frees what they go through."""
+        found = [node for node in self._recorder.recorded() if node.func is torch.autograd.grad and not node.done]
+        if found:
+            own, pending = collect(roots, []).positions, set(awaited(self._recorder.pending()))
+            beside = [node for node in found if node in pending and node not in own]
+            outputs = (node.output(index) for node in beside for index in range(node.num_outputs))
+            values = [value for value in outputs if value is not None]
+            if values:
+                self._serve(values, None, Step())
 
     def _given_seeds(self, request: BackwardRequest, involved: Sequence[Value]) -> Given:
         try:
