@@ -15,7 +15,7 @@ import pytest
 from tests.property.draft import Program
 from tests.property.generator import make
 from tests.property.trial import Discarded, reduced
-from tests.property.ways import Way, difference, ways_of
+from tests.property.ways import REFUSED, Way, difference, ways_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::koila.KoilaWarning")  # Some programs do what koila warns of.
 
@@ -41,7 +41,9 @@ def test_a_random_program_with_habits_has_the_numbers_of_eager() -> None:
         if wrong is not None:
             failures.append((program, wrong))
             print(f"seed {program.seed}: {wrong}", flush=True)
-    print(f"{tried} programs, seeds {FIRST} to {seed - 1}, {len(failures)} differ; {dict(ways)}")
+    print(
+        f"{tried} programs, seeds {FIRST} to {seed - 1}, {len(failures)} differ; {dict(ways)}; refused {dict(REFUSED)}"
+    )
     texts = [f"seed {program.seed}: {wrong}" for program, wrong in failures]
     for number, (program, _) in enumerate(failures[:REDUCED]):
         texts[number] += f"\n{reduced(program, lambda candidate: difference(candidate, ways_of(program)))}"  # noqa: B023

@@ -1,12 +1,14 @@
 """The ways in which a random program is run: whole, in chunks, inside a byte budget, in threads.
 
 *Takes* a `Program`. *Gives* None, or the first way in which koila's outcome is not eager's. A `BudgetError` is an
-answer to a byte budget, and to nothing else.
+answer to a byte budget, and to nothing else. So is a `CaptureError` to a hook on a value that was passed by already: a
+part of the program was read, in chunks, before the hook was registered. Both are counted in `REFUSED`.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -50,6 +52,10 @@ def ways_of(program: Program) -> list[Way]:
     return [*found, random.choice(others)]
 
 
+REFUSED: Counter[str] = Counter()
+"""How often koila refused, clearly and before anything was lost, what eager does."""
+
+
 def difference(program: Program, ways: Sequence[Way] | None = None) -> str | None:
     """What differs between eager and koila, and in which way, or None.
 
@@ -77,11 +83,15 @@ def _outcomes(program: Program, way: Way) -> list[Outcome]:
         with ThreadPoolExecutor(2) as threads:
             runs = [threads.submit(run, program, True, way.chunk_size) for _ in range(2)]
             return [each.result() for each in runs]
-    if way.share is None:
-        return [run(program, True, way.chunk_size, elsewhere=way.elsewhere)]
     try:
+        if way.share is None:
+            return [run(program, True, way.chunk_size, elsewhere=way.elsewhere)]
         return [run(program, True, allowed=_bytes(program, way.share))]
-    except koila.BudgetError:
+    except (koila.BudgetError, koila.CaptureError) as refused:
+        is_budget = isinstance(refused, koila.BudgetError) and way.share is not None
+        if not is_budget and "computed in chunks already" not in str(refused):
+            raise
+        REFUSED[type(refused).__name__] += 1
         return []
 
 
