@@ -224,3 +224,16 @@ def test_a_leaf_made_of_a_lazy_value_and_given_up() -> None:
         return value, squares
 
     same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S16")
+def test_a_second_pass_through_a_norm_after_the_first_was_read() -> None:
+    def program(lazy: Lazy) -> Any:
+        net = _norm()
+        first = net(lazy(randn(7, 4)))
+        value = first.sum().item()
+        loss = (first * net(lazy(randn(7, 4)))).sum()
+        loss.backward()
+        return value, loss, net[0].weight.grad, net[1].running_mean, net[1].running_var
+
+    same_as_eager(program, chunks=(1, 3))

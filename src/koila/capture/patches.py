@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from koila._torch.dynamo import keep_dynamo_out
-from koila._torch.modules import BUFFER_READERS, NORM_BASE, NORM_FORWARDS, buffer_of
+from koila._torch.modules import BUFFER_READERS, NORM_BASE, NORM_FORWARDS, SWAPS_TENSORS, buffer_of
 from koila._torch.switches import watch_precision
 from koila.capture.bridge import Bridge
 from koila.capture.checkpoints import patch_checkpoint, reentrant_checkpoint
@@ -153,7 +153,7 @@ def _patch_state() -> None:
         original = getattr(torch.nn.Module, name)
 
         def settled(self: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
-            if recorder.effects:
+            if recorder.effects and _getframe(1).f_code is not SWAPS_TENSORS:
                 Bridge.realizer.materialize([], "module state")
             if _name == "load_state_dict":
                 Bridge.realizer.before_step([*self.parameters(), *self.buffers()])

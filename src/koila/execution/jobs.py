@@ -6,15 +6,15 @@ that its results belong to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from koila._budget import Budget, current_budget, default_bytes
-from koila._torch import storage_key
 from koila.capture.lookup import BackwardRequest
+from koila.capture.pending import address_of
 from koila.errors import BudgetError
 from koila.execution.commit import leaves_behind
 from koila.execution.evaluation import Evaluation
@@ -24,7 +24,6 @@ from koila.ir.ambient import Context, current_context
 from koila.ir.graph import Graph, collect, connected_leaves
 from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import HOOKS, Node, Value
-from koila.ir.prepass import is_plain
 from koila.planning.decide import Decision, decision_for
 from koila.planning.eager_history import eager_history
 from koila.planning.whole_peak import leaf_bytes
@@ -277,7 +276,7 @@ def _why_whole(own: Evaluation, request: BackwardRequest | None) -> str | None:
     if request is not None and request.create_graph:
         return "create_graph=True needs the graph of the whole run"
     if _reads_statistics(graph):
-        return "a call reads running statistics that another updates, and a run again would update them twice"
+        return "running statistics are updated and read, or were updated already: a run again would update them twice"
     return _why_whole_now({node.context for node in graph.nodes})
 
 
@@ -294,17 +293,21 @@ def _writes_to_overlaps(graph: Graph) -> bool:
 
 
 def _reads_statistics(graph: Graph) -> bool:
-    """Whether a call reads what the program writes, other than to update it."""
-    written = {storage_key(leaf.untyped_storage()) for leaf in written_leaves(graph)}
+    """Whether a call reads what another one writes, or updates what one that has run already has updated."""
+    done = {address_of(operand) for node, operand in _statistics(graph) if not node.due}
+    due = {address_of(operand) for node, operand in _statistics(graph) if node.due}
     others = (
-        operand.real if isinstance(operand, Value) else operand
-        for node in (graph.nodes if written else ())
+        address_of(operand)
+        for node in (graph.nodes if done or due else ())
         for index, operand in enumerate(node.operands)
         if index not in node.inference.hidden_writes
     )
-    return any(
-        real is not None and is_plain(real) and storage_key(real.untyped_storage()) in written for real in others
-    )
+    return bool(done & due) or any(address is not None and address in done | due for address in others)
+
+
+def _statistics(graph: Graph) -> Iterator[tuple[Node, Value | torch.Tensor]]:
+    """Calls that update running statistics, with these."""
+    return ((node, node.operands[index]) for node in graph.nodes for index in node.inference.hidden_writes)
 
 
 def _why_whole_now(recorded: set[Context]) -> str | None:
