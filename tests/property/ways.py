@@ -79,11 +79,11 @@ def difference(program: Program, ways: Sequence[Way] | None = None) -> str | Non
 
 def _outcomes(program: Program, way: Way) -> list[Outcome]:
     """What is left after each run of it; nothing where a byte budget was refused."""
-    if way.beside:
-        with ThreadPoolExecutor(2) as threads:
-            runs = [threads.submit(run, program, True, way.chunk_size) for _ in range(2)]
-            return [each.result() for each in runs]
     try:
+        if way.beside:
+            with ThreadPoolExecutor(2) as threads:
+                runs = [threads.submit(run, program, True, way.chunk_size) for _ in range(2)]
+                return [each.result() for each in runs]
         if way.share is None:
             return [run(program, True, way.chunk_size, elsewhere=way.elsewhere)]
         return [run(program, True, allowed=_bytes(program, way.share))]
