@@ -28,6 +28,7 @@ from koila._torch import (
 from koila._torch.transforms import ADD_BATCH_DIM, active_transform
 from koila.capture.advice import warn_of_eager_program
 from koila.capture.bridge import Bridge
+from koila.capture.readers import run_readers
 from koila.capture.record import input_value, lazy_forward, realize, record, run_eagerly
 from koila.capture.scan import scan_call
 from koila.errors import CaptureError
@@ -250,10 +251,12 @@ def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
 
 
 def _at_call(func: Handler) -> Handler:
-    """A function of the user's own that asks `__torch_function__` runs at its call: nobody knows what it reads."""
+    """A function of the user's own that asks `__torch_function__` runs at its call: nobody knows what it reads, or
+    writes to."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         scan, _ = scan_call(func, args, kwargs)
+        run_readers(scan.operands)
         return run_eagerly(func, scan, "a function that is not PyTorch's own")
 
     return call
