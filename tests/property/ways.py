@@ -92,6 +92,7 @@ def _outcomes(program: Program, way: Way) -> list[Outcome]:
         if not is_budget and "computed in chunks already" not in str(refused):
             raise
         REFUSED[type(refused).__name__] += 1
+        recorder.forget()
         return []
 
 

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from koila._torch.dynamo import keep_dynamo_out
-from koila._torch.modules import BUFFER_READERS, NORM_BASE, NORM_FORWARDS, SWAPS_TENSORS, buffer_of
+from koila._torch.modules import BUFFER_READERS, SWAPS_TENSORS
 from koila._torch.switches import watch_precision
 from koila.capture.bridge import Bridge
 from koila.capture.checkpoints import patch_checkpoint, reentrant_checkpoint
@@ -32,6 +32,7 @@ from koila.capture.pending import recorder
 from koila.capture.purity import Verdict, verdict_on
 from koila.capture.record import lazy_forward, run_eagerly
 from koila.capture.scan import scan_call
+from koila.capture.statistics import patch_statistics
 from koila.capture.transforms import patch_gradcheck, patch_transforms
 from koila.capture.writes import install_writes
 from koila.errors import CaptureError
@@ -162,22 +163,6 @@ def _patch_state() -> None:
         setattr(torch.nn.Module, name, wraps(original)(settled))
 
 
-def _patch_statistics() -> None:
-    """Reading `bn.running_mean` comes after its pending updates, unless it is read to be updated once more."""
-    original = torch.nn.Module.__getattr__
-
-    def read(self: Any, name: str) -> Any:
-        place = recorder.place
-        if name.startswith("running_") and place.effects and not place.num_runs:
-            buffer = buffer_of(self, name)
-            storage = None if buffer is None else recorder.storage_of(buffer)
-            if storage is not None and storage.writers and _getframe(1).f_code not in NORM_FORWARDS:
-                Bridge.realizer.materialize([], "running statistics")
-        return original(self, name)
-
-    NORM_BASE.__getattr__ = read  # type: ignore[method-assign]
-
-
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     Bridge.realizer.before_step([p for group in optimizer.param_groups for p in group["params"]])
 
@@ -196,15 +181,16 @@ def _patch_averages() -> None:
 
 _lock = threading.Lock()
 _installed: list[bool] = []
+_TRACED = ("statistics", "writes")
 _PACKAGES = (
     *(
         f"koila.{name}"
         for name in ("_torch", "_scopes", "_budget", "events", "ir", "analysis", "planning", "execution")
     ),
-    *(f"koila.capture.{name}" for _, name, _ in iter_modules([str(Path(__file__).parent)]) if name != "writes"),
+    *(f"koila.capture.{name}" for _, name, _ in iter_modules([str(Path(__file__).parent)]) if name not in _TRACED),
 )
 """What Dynamo must not trace. `koila.delegates` is not among them: a lowered module may be part of a compiled one.
-Neither is `writes`: compiled code writes to tensors, too, and Dynamo sees through what is around these methods."""
+Neither is what stands around PyTorch's own methods: compiled code calls these, too, and Dynamo sees through it."""
 
 
 def install() -> None:
@@ -218,7 +204,7 @@ def install() -> None:
             _patch_function()
             patch_checkpoint()
             _patch_state()
-            _patch_statistics()
+            patch_statistics()
             patch_fused_modules()
             watch_precision()
             install_distributed()

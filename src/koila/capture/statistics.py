@@ -1,0 +1,33 @@
+"""Running statistics that somebody reads from their module, after their pending updates.
+
+*Takes* PyTorch's norms. *Gives* the same norms, except that reading `bn.running_mean` first runs what updates it.
+"""
+
+from __future__ import annotations
+
+from sys import _getframe
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from koila._torch.modules import NORM_BASE, NORM_FORWARDS, buffer_of
+from koila.capture.bridge import Bridge
+from koila.capture.pending import recorder
+
+
+def patch_statistics() -> None:
+    """Reading `bn.running_mean` comes after its pending updates, unless it is read to be updated once more."""
+    original, place = torch.nn.Module.__getattr__, recorder.place
+
+    def read(self: Any, name: str) -> Any:
+        if is_dynamo_compiling():  # Inside compiled code nothing is pending.
+            return original(self, name)
+        if name.startswith("running_") and place.effects and not place.num_runs:
+            buffer = buffer_of(self, name)
+            storage = None if buffer is None else recorder.storage_of(buffer)
+            if storage is not None and storage.writers and _getframe(1).f_code not in NORM_FORWARDS:
+                Bridge.realizer.materialize([], "running statistics")
+        return original(self, name)
+
+    NORM_BASE.__getattr__ = read  # type: ignore[method-assign]
