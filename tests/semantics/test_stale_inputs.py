@@ -55,7 +55,25 @@ def _resize(tensor: torch.Tensor) -> None:
     tensor.set_(torch.zeros(4, 3))  # type: ignore[call-overload]
 
 
-CHANGES = (_add, _copy, _slice, _view, _out, _foreach, _initialise, _resize)
+SEEN = (_add, _copy, _slice, _view, _initialise, _resize)
+"""Methods of the tensor: what is pending on it runs first."""
+CHANGES = (_out, _foreach)
+"""Changes that only the version tells."""
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("change", SEEN, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize("which", ["parameter", "input", "buffer"])
+def test_a_change_by_a_method_comes_after_what_reads_the_tensor(
+    which: str, change: Callable[[torch.Tensor], None], chunk_size: int | None
+) -> None:
+    tensors = {"parameter": torch.ones(4, 3, requires_grad=True), "input": torch.ones(4, 3), "buffer": torch.ones(4, 3)}
+    with chunked(chunk_size):
+        out = (koila.lazy(tensors["input"]) * tensors["parameter"] + tensors["buffer"]).sum()
+        with torch.no_grad():
+            change(tensors[which])
+        assert out.item() == 24.0
+        assert not torch.equal(tensors[which], torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
@@ -96,7 +114,7 @@ def test_after_the_error_the_rest_goes_on() -> None:
     weight = torch.ones(3, requires_grad=True)
     stale = (koila.lazy(torch.ones(4, 3)) * weight).sum()
     with torch.no_grad():
-        weight.add_(1)
+        torch._foreach_add_([weight], 1)
     fresh = (koila.lazy(torch.ones(4, 3)) * weight).sum()
     assert fresh.item() == 24.0
     with pytest.raises(koila.StaleInputError):

@@ -149,6 +149,13 @@ class Recorder:
                 found += node.waiting()
         return found
 
+    def leave_behind(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Pending calls that read these tensors do not run before the tensors change: there is no room for results."""
+        changed = {id(tensor) for tensor in tensors}
+        for node in self.recorded():
+            if not node.done and any(id(operand) in changed for operand in node.operands):
+                node.left_behind = True
+
     def held(self) -> list[Value]:
         """Values that this thread recorded, that have no data yet, and that the user still holds; in order."""
         return [value for node in self.recorded() for value in node.waiting()]

@@ -42,7 +42,7 @@ class _Readers:
             if reads:
                 self.nodes.append(node)
             if reads and not node.done:
-                self.pending += [] if node.failed else _results(node)
+                self.pending += [] if node.failed or node.left_behind else _results(node)
             elif reads or any(value.node in spoiled for value in node.values()):
                 spoiled.add(node)
                 self.released += node.waiting() if node.done else []

@@ -120,6 +120,7 @@ class Engine:
         self.run_what_fits(depending, "optimizer step")
         if any(value.real is None for value in depending):
             note_change(parameters, user_site())
+            self._recorder.leave_behind(parameters)
 
     def run_what_fits(self, values: Sequence[Value], why: str) -> None:
         """Run values before what they are made from changes: the smallest first, into the share for what is held."""

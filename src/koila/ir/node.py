@@ -139,6 +139,7 @@ class Node:
         "inference",
         "key",
         "kwargs",
+        "left_behind",
         "operands",
         "sequence",
         "site",
@@ -176,6 +177,8 @@ class Node:
         """The backward pass without `retain_graph` that went through it: eager has freed what it saved for it."""
         self.due = False
         """Whether it writes to a real tensor (running statistics) and no run has done so yet."""
+        self.left_behind = False
+        """Whether an optimizer step came while it was pending and did not fit: writes do not wait for it any more."""
         self.done = False
         """Whether a run has executed it; a value of it that was too large to keep can still be asked for."""
         self.versions: tuple[tuple[int, int, bool] | None, ...] = ()
