@@ -39,3 +39,23 @@ def test_what_is_measured_fits_and_the_smallest_budget_is_accepted(name: str) ->
         assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
     with pytest.raises(koila.BudgetError, match="at the smallest"):
         gradients(task, smallest // 2)
+
+
+def test_a_program_without_a_batch_is_planned_as_one_sample() -> None:
+    """Nothing is cut along a batch; parts of it are along other axes, and values are computed again."""
+    x, weight = torch.randn(64, 64, dtype=torch.float64), torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
+
+    def loss(inputs: torch.Tensor) -> torch.Tensor:
+        return ((inputs @ weight).tanh() @ weight).tanh().sum()
+
+    loss(x).backward()
+    expected, weight.grad = weight.grad, None
+    whole = koila.plan(loss(koila.lazy(x, batch=None)), backward=True, budget="1GiB").projected_bytes
+    with pytest.raises(koila.BudgetError) as refused:
+        loss(koila.lazy(x, batch=None, budget=1)).backward()
+    assert refused.value.needed_bytes < whole
+    with koila.measure() as seen:
+        loss(koila.lazy(x, batch=None, budget=refused.value.needed_bytes)).backward()
+    report = seen.reports[-1]
+    assert report.how == "split" and report.measured_bytes <= report.projected_bytes <= refused.value.needed_bytes
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-10, atol=1e-10)

@@ -74,8 +74,8 @@ class Program:
 
     @property
     def num_samples(self) -> int:
-        """The batch size."""
-        return self.graph.num_samples
+        """The batch size; a program without a batch is one sample."""
+        return max(1, self.graph.num_samples)
 
     def facts(self, wanted: Wanted) -> Facts:
         """How the program can be cut; a batch of one is not, but parts of it can be along other axes."""
