@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,12 @@ from tests.seeding import seed_present_devices_only
 
 torch.set_num_threads(1)
 seed_present_devices_only()
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: collections, of which some tests ask for many, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

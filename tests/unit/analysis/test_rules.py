@@ -7,6 +7,7 @@ run takes a fixed share of them; `KOILA_FULL=1` takes all. A recurrent layer and
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,7 @@ def calls() -> Calls:
     for call in extras():
         found[call.target].append(call)
     torch.set_num_threads(threads)
+    gc.freeze()  # They stay until the end.
     return found
 
 
