@@ -68,8 +68,10 @@ class State:
 
 
 def state_of(model: nn.Module) -> State:
-    # Not by state_dict(): that asks for the statistics, and runs what is pending.
-    named = (*model.named_parameters(), *model.named_buffers())
+    # Of the modules' own tables: whoever else asks for the statistics runs what is pending on them.
+    modules = [(place, module) for place, module in model.named_modules()]
+    buffers = [(f"{place}.{name}", b) for place, m in modules for name, b in m._buffers.items() if b is not None]
+    named = (*model.named_parameters(), *buffers)
     tensors = {name: tensor.detach().clone() for name, tensor in named}
     gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     tensors.update({name: gradient.clone() for name, gradient in gradients.items()})

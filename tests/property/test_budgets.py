@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import koila
+from koila.capture.pending import recorder
 from tests.property.draft import Program
 from tests.property.generator import make
 from tests.property.trial import Discarded, Outcome, _copies, _function, compare, reference
@@ -74,6 +75,7 @@ class Step:
 
 def budget_of(tried: Example) -> int:
     """The budget of an example in bytes."""
+    recorder.forget()  # What a refused example left pending.
     step = Step(tried.program, None)
     whole = koila.plan(step.loss, backward=step.loss.requires_grad, budget=2**50).projected_bytes
     try:

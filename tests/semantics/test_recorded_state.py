@@ -29,7 +29,8 @@ def _set(change: Callable[[Any], None], before: Any, after: Any) -> Iterator[Non
 
 
 def _allow_tf32(flag: bool) -> None:
-    torch.backends.cudnn.allow_tf32 = flag
+    with torch.backends.__allow_nonbracketed_mutation():  # PyTorch's own test tools forbid the plain way, once loaded.
+        torch.backends.cudnn.allow_tf32 = flag
 
 
 def _deterministic() -> tuple[bool, bool]:
