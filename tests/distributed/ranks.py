@@ -20,10 +20,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import koila
+from benchmarks.witness import HANG_SECONDS
 
 WORLD_SIZE = 2
-TIMEOUT = datetime.timedelta(seconds=60)
-"""A rank whose partner is gone fails after this long; nothing waits for it otherwise."""
+TIMEOUT = datetime.timedelta(seconds=HANG_SECONDS)
+"""Against hanging only: a rank may wait for long while its partner traces on a busy machine. One that fails closes its
+connections, and its partner hears of it at once."""
 TOLERANCE = 1e-10
 
 Worker = Callable[[int], list[str]]

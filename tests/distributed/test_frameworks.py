@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
 
 from tests.distributed import frameworks
 from tests.distributed.ranks import Program, assert_no_differences, compare
@@ -31,17 +28,14 @@ def lightning(rank: int) -> list[str]:
     return programs(rank, frameworks.metrics, frameworks.lightning_logs)
 
 
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_accelerate_and_trainer_equal_eager(tmp_path: Path) -> None:
     assert_no_differences(accelerate, tmp_path)
 
 
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_trainer_with_workers_equals_eager(tmp_path: Path) -> None:
     """In one process: plain PyTorch cannot start a loader's worker safely beside gloo's threads."""
     assert_no_differences(workers, tmp_path, num_ranks=1)
 
 
-@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 def test_lightning_equals_eager(tmp_path: Path) -> None:
     assert_no_differences(lightning, tmp_path)

@@ -163,13 +163,8 @@ class ReadsData(Function):
         return gradient * 2 * (1 if float(x.abs().max()) > 0 else 0)
 
 
-class BranchesOnData(Function):
+class BranchesOnData(ReadsData):
     """The same, in a way that its code does not show."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

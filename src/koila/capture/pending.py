@@ -83,7 +83,7 @@ def address_of(operand: Value | torch.Tensor) -> int | None:
     real = operand.real if isinstance(operand, Value) else operand
     try:
         return None if real is None or not is_plain(real) else storage_key(real.untyped_storage())
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return None
 
 
