@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -34,3 +35,12 @@ def nothing_pending() -> Iterator[None]:
     """What a test recorded and did not run is not the next test's matter."""
     yield
     recorder.forget()
+
+
+@pytest.fixture
+def many_switches() -> Iterator[None]:
+    """Python goes from thread to thread as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)

@@ -40,15 +40,6 @@ def in_threads(work: Callable[[int], None], number: int = 2) -> None:
         raise errors[0]
 
 
-@pytest.fixture
-def many_switches() -> Iterator[None]:
-    """Python goes from thread to thread as often as it can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
 def _batch(thread: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * thread + step)
     return torch.randn(7, 4, dtype=torch.float64, generator=generator)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,17 +43,8 @@ def flag() -> Iterator[None]:
     _symbolic_trace._is_fx_tracing_flag = before
 
 
-@pytest.fixture
-def often() -> Iterator[None]:
-    """Threads take turns as often as Python can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
 @pytest.mark.semantics("S20")
-def test_statistics_of_two_modules_in_two_threads(often: None) -> None:
+def test_statistics_of_two_modules_in_two_threads(many_switches: None) -> None:
     def statistics(lazy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         norms = [nn.BatchNorm1d(4).double() for _ in range(2)]
 
@@ -70,7 +60,7 @@ def test_statistics_of_two_modules_in_two_threads(often: None) -> None:
     assert torch.equal(statistics(koila.lazy), statistics(lambda x: x))
 
 
-def test_budgets_of_two_threads(often: None) -> None:
+def test_budgets_of_two_threads(many_switches: None) -> None:
     weight = torch.randn(16, 16, dtype=torch.float64)
 
     def work(chunk_size: int | None) -> None:
@@ -83,7 +73,7 @@ def test_budgets_of_two_threads(often: None) -> None:
     together(*[lambda size=size: work(size) for size in (None, 2, None, 2)])
 
 
-def test_new_programs_in_one_thread_while_another_repeats_its_own(often: None) -> None:
+def test_new_programs_in_one_thread_while_another_repeats_its_own(many_switches: None) -> None:
     weight = torch.randn(16, 16, dtype=torch.float64)
     stop = threading.Event()
 
@@ -106,7 +96,7 @@ def test_new_programs_in_one_thread_while_another_repeats_its_own(often: None) -
     together(new_programs, the_same)
 
 
-def test_tracing_in_two_threads_leaves_nothing_behind(often: None) -> None:
+def test_tracing_in_two_threads_leaves_nothing_behind(many_switches: None) -> None:
     def work(start: int) -> None:
         for size in range(start, start + 10, 2):
             with koila.budget(chunk_size=2):
