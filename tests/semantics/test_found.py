@@ -237,3 +237,18 @@ def test_a_second_pass_through_a_norm_after_the_first_was_read() -> None:
         return value, loss, net[0].weight.grad, net[1].running_mean, net[1].running_var
 
     same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
+def test_a_value_that_was_made_before_its_base_was_written_and_read_in_between() -> None:
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(7, 4).requires_grad_()
+        base = lazy(leaf) * 1.5
+        half = base * 0.5
+        base.zero_()
+        ones = base + 1
+        value = (half * ones).sum().item()
+        (base.sin() + ones * half).sum().backward()
+        return value, leaf.grad
+
+    same_as_eager(program, chunks=(1, 3))

@@ -249,7 +249,9 @@ def _before(node: Node) -> list[Node]:
         needed += [writer for writer in storage.writers if writer.sequence < node.sequence]
         if node in storage.writers:
             readers = (reference() for reference in storage.readers)
-            needed += [r for r in readers if r is not None and (storage.real or r.sequence < node.sequence)]
+            needed += [
+                r for r in readers if r is not None and (storage.real or r.sequence < node.sequence) and r.is_open
+            ]
     return needed
 
 

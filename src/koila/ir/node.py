@@ -215,6 +215,12 @@ class Node:
         reference = self._outputs[index]
         return None if reference is None else reference()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a run has yet to execute it: it never was, or a result of it can still be asked for."""
+        outputs = (self.output(index) for index in range(self.num_outputs))
+        return not self.done or any(value is not None and value.node is not None for value in outputs)
+
     def waiting(self) -> list[Value]:
         """Results that the user holds and that have no data yet; a run may have computed and released them."""
         outputs = (self.output(index) for index in range(self.num_outputs))
