@@ -6,6 +6,7 @@ by the plan and by the run.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -478,3 +479,23 @@ def test_a_run_has_a_name_for_listeners() -> None:
     unsubscribe()
     starts = [event for event in seen if isinstance(event, events.RunStart)]
     assert starts[0].program.startswith("Tensor.sum at ") and __file__ in starts[0].program
+
+
+@pytest.mark.parametrize(
+    "write", [lambda h: torch.zeros_like(h.reshape(-1)).add_(1), lambda h: torch.zeros_like(h[None]).add_(1)]
+)
+def test_a_plan_does_not_depend_on_garbage_that_python_has_not_collected(write: Any) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        values = koila.lazy(torch.randn(8, 4), budget="1MiB")
+        hidden = values * 2
+        write(hidden)  # A write to a value that nobody holds: its storage and its call hold each other.
+        loss = (hidden.tanh() + 1).sum()
+        del hidden
+        before = koila.plan(loss)
+        gc.collect()
+        after = koila.plan(loss)
+        assert before.projected_bytes == after.projected_bytes
+    finally:
+        gc.enable()

@@ -47,7 +47,7 @@ class Evaluation:
             return True
         readers = (reference() for reference in value.storage.readers)
         outside = [r for r in readers if r is not None and r not in self._place and value in r.operands]
-        return bool(outside) and bool(awaited(_pending_from(outside)))
+        return bool(outside) and bool(awaited([n for n in _pending_from(outside) if n not in self._place]))
 
     def _outputs(self) -> tuple[Value, ...]:
         """Results that stand for themselves; values that share memory are made from one of them."""
@@ -165,7 +165,12 @@ def _is_read(storage: Storage, nodes: set[Node]) -> bool:
 def _leads_on(value: Value | None, found: set[Node]) -> bool:
     if value is None:
         return False
-    return value.is_held or _is_read(value.storage, found)
+    readers = (reference() for reference in value.storage.readers)
+    return value.is_held or any(
+        reader in found and any(operand is value for operand in reader.operands)
+        for reader in readers
+        if reader is not None
+    )
 
 
 def _pending_from(nodes: Sequence[Node]) -> list[Node]:
