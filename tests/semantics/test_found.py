@@ -252,3 +252,17 @@ def test_a_value_that_was_made_before_its_base_was_written_and_read_in_between()
         return value, leaf.grad
 
     same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S12")
+def test_a_hook_after_something_else_was_read_of_the_same_program() -> None:
+    def program(lazy: Lazy) -> Any:
+        weight, seen = randn(4, 2).requires_grad_(), list[torch.Tensor]()
+        rows = weight[lazy(torch.arange(7) % 4)]
+        squares = rows * rows - 0.1
+        value = bool((squares > 0).any())
+        rows.register_hook(lambda gradient: seen.append(gradient.clone()))
+        squares.sum().backward()
+        return value, weight.grad, seen
+
+    same_as_eager(program, chunks=(1, 3))

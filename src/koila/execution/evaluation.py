@@ -137,6 +137,7 @@ def awaited(nodes: Sequence[Node]) -> list[Node]:
     for node in reversed(nodes):
         if (
             node.due
+            or (node.inference.ordered and any(map(_is_used, node.values())))
             or any(_leads_on(node.output(index), found) for index in range(node.num_outputs))
             or any(storage in held or _is_read(storage, found) for storage in _written(node))
         ):
@@ -160,6 +161,23 @@ def _written(node: Node) -> list[Storage]:
 
 def _is_read(storage: Storage, nodes: set[Node]) -> bool:
     return any(reference() in nodes for reference in storage.readers)
+
+
+def _is_used(value: Value) -> bool:
+    """Whether something that somebody holds is computed from a pending value, by calls that ran already, too."""
+    seen: set[Value] = set()
+    pending = [value]
+    while pending:
+        found = pending.pop()
+        if found in seen or found.node is None:
+            continue
+        if found.is_held:
+            return True
+        seen.add(found)
+        readers = (reader for reference in found.storage.readers if (reader := reference()) is not None)
+        results = (reader.output(index) for reader in readers for index in range(reader.num_outputs))
+        pending += [result for result in results if result is not None]
+    return False
 
 
 def _leads_on(value: Value | None, found: set[Node]) -> bool:
