@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from koila import events
+from koila.analysis.family import MAX_SAMPLES, Family, Sample
+from koila.analysis.formulas import NoFormula
 from koila.analysis.split import Facts, analyse
 from koila.analysis.trace import Joint, trace
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 from koila.ir.job import Demand, Wanted
+from koila.ir.numbers import structure_of
 
 
 class NotSplittable(Exception):
@@ -84,7 +87,7 @@ class Program:
 
     def whole_facts(self, wanted: Wanted) -> Facts | None:
         """The program as it is, with the kernels of eager: nothing is cut along the batch."""
-        joint = _traced((*self.key, "whole norms"), lambda: trace(self.graph, self.demand, whole_norms=True))
+        joint = _traced((*self.key, "whole norms"), lambda: _found(self.graph, self.demand, whole_norms=True))
         if isinstance(joint, str):  # The cut program is there anyway.
             events.count("plan::no whole trace")
             return None
@@ -110,14 +113,51 @@ def program_of(graph: Graph, demand: Demand) -> Program:
         NotSplittable: It cannot be traced.
     """
     key: tuple[Any, ...] = (graph.key, demand)
-    joint = _traced(key, lambda: trace(graph, demand))
-    if isinstance(joint, Joint) and not _holds(joint, graph):
-        # A float that could not be made a slot has changed: it is part of the key.
-        key = (*key, tuple(graph.nodes[node].slots[which] for node, which, _ in joint.pinned))
-        joint = _traced(key, lambda: trace(graph, demand))
+    joint = _traced(key, lambda: _found(graph, demand))
+    if isinstance(joint, Joint) and not joint.holds_for(graph):
+        # A number that could not be found again has changed: it is part of the key.
+        key = (*key, joint.pinned_in(graph))
+        joint = _traced(key, lambda: _found(graph, demand))
     if isinstance(joint, str):
         raise NotSplittable(joint, is_final=False)
     return Program(graph, demand, key, joint)
+
+
+class _Known:
+    """What is known about the programs of one structure: their latest traces, and the family that these make."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self.family: Family | None = None
+
+    def num_nodes(self) -> int:
+        return sum(len(sample.joint.module.graph.nodes) for sample in self.samples)
+
+    def add(self, sample: Sample) -> None:
+        self.samples = [*self.samples[-MAX_SAMPLES + 1 :], sample]
+        if len(self.samples) > 1:
+            try:
+                self.family = Family(self.samples)
+            except NoFormula as reason:
+                self.family = None
+                events.count(f"sizes::no family: {reason}")
+
+
+_structures: Cache[_Known] = Cache("structure_cache", MAX_NODES, _Known.num_nodes)
+
+
+def _found(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
+    """The joint graph of a program: built from formulas where its structure is known at other sizes, else traced."""
+    key = (structure_of(graph), demand, whole_norms)
+    known = _structures.get(key) or _Known()
+    joint = None if known.family is None else known.family.build(graph, demand)
+    if joint is not None:
+        events.count("sizes::built")
+        return joint
+    joint = trace(graph, demand, whole_norms)
+    known.add(Sample(graph, joint))
+    _structures.add(key, known)
+    return joint
 
 
 def _traced(key: tuple[Any, ...], trace_now: Callable[[], Joint]) -> Joint | str:
@@ -148,11 +188,8 @@ def _attempt(trace_now: Callable[[], Joint]) -> Joint | str:
         events.spend("trace_seconds", time.perf_counter() - started)
 
 
-def _holds(joint: Joint, graph: Graph) -> bool:
-    return all(graph.nodes[node].slots[which] == value for node, which, value in joint.pinned)
-
-
 def forget_programs() -> None:
     """Trace every program anew."""
     _joints.clear()
     _tries.clear()
+    _structures.clear()

@@ -44,6 +44,7 @@ from koila.ir.layout import dense_strides
 from koila.ir.node import Node, Value
 from koila.ir.prepass import PrePass, prepass_of, with_bits
 from koila.ir.replay import replay
+from koila.ir.slots import is_slot, slotted_by
 
 aten = torch.ops.aten
 
@@ -69,14 +70,24 @@ class Slot:
     position: int
     """Which of its floats."""
     form: str
-    """How it occurs: `v`, `-v` or `1-v`."""
+    """How it occurs: one of `SLOT_FORMS`."""
+
+
+class Traced:
+    """A graph, and the constants that it reads as attributes; nothing is generated from it."""
+
+    def __init__(self, graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
+        self.graph = graph
+        self.constants = constants
+        for name, value in constants.items():
+            setattr(self, name, value)
 
 
 @dataclass(frozen=True)
 class Joint:
     """Forward and backward of a program as one functional graph."""
 
-    module: fx.GraphModule
+    module: Traced
     inputs: tuple[Input, ...]
     """One for each placeholder, in order."""
     num_outputs: int
@@ -86,9 +97,17 @@ class Joint:
     written: tuple[int, ...]
     """Then the new values of these leaves, which the program writes to."""
     pinned: tuple[tuple[int, int, float], ...]
-    """(node, position, value) of floats that could not be found again: the graph holds for these values only."""
+    """(node, position, value) of slots that could not be found again: the graph holds for these values only."""
     completed: tuple[int, ...] = ()
     """The leaves of `wrt` in the order in which autograd completes their gradients: the order of hooks on them."""
+
+    def pinned_in(self, graph: Graph) -> tuple[float, ...]:
+        """The numbers that a graph of this structure has in the places of the pinned ones."""
+        return tuple(graph.nodes[node].slots[position] for node, position, _ in self.pinned)
+
+    def holds_for(self, graph: Graph) -> bool:
+        """Whether a graph of this structure has the pinned numbers."""
+        return self.pinned_in(graph) == tuple(value for _, _, value in self.pinned)
 
 
 def _leaf_index(graph: Graph) -> dict[int, int]:
@@ -106,25 +125,48 @@ def written_indices(graph: Graph) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-class _Marks:
-    """One number that occurs nowhere else for each float of the program that may vary."""
+SLOT_FORMS: dict[str, Callable[[Any], Any]] = {
+    "v": lambda v: v,
+    "-v": lambda v: -v,
+    "1-v": lambda v: 1.0 - v,
+    "v-1": lambda v: v - 1.0,
+    "v/2": lambda v: 0.5 * v,
+    "1/v": lambda v: 1.0 / v,
+    "1/(1-v)": lambda v: 1.0 / (1.0 - v),
+}
+"""How a number of the recorded program may occur in the joint graph."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.of: dict[tuple[int, int], float] = {}
+
+Place = tuple[int, int]
+"""(recorded node, which of its slots)."""
+
+
+class _Marks:
+    """One number that occurs nowhere else for each number of the program that may vary."""
+
+    def __init__(self, graph: Graph, plain: frozenset[Place]) -> None:
+        self.of: dict[Place, float] = {}
+        self.plain = plain
+        """Numbers that stand for themselves."""
         for number, node in enumerate(graph.nodes):
-            for position in range(len(node.slots)):
-                self.of[number, position] = 0.4142135623 + 1e-7 * (len(self.of) + 1)
-        self.forms = {
-            form: Slot(*place, name)
-            for place, mark in self.of.items()
-            for name, form in (("v", mark), ("-v", -mark), ("1-v", 1.0 - mark))
-        }
+            for position, value in enumerate(node.slots):
+                count = len(self.of) + 1
+                mark = 0.4142135623 + 1e-7 * count if type(value) is float else 7_368_787 + count
+                self.of[number, position] = value if (number, position) in plain else mark
+        self.forms: dict[Any, Slot] = {}
+        for place, mark in self.of.items():
+            if place in plain:
+                continue
+            for name, form in SLOT_FORMS.items():
+                if type(mark) is float or name in ("v", "-v"):
+                    self.forms[form(mark)] = Slot(*place, name)
 
     def lookup(self, number: int, node: Node, lookup: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if not node.slots:
             return lookup
         marks = iter([self.of[number, position] for position in range(len(node.slots))])
-        return lambda leaf: next(marks) if type(leaf) is float else lookup(leaf)
+        slotted = slotted_by(node.func)
+        return lambda leaf: next(marks) if is_slot(leaf, slotted) else lookup(leaf)
 
 
 def _fake(mode: FakeTensorMode, prepass: PrePass) -> torch.Tensor:
@@ -133,7 +175,7 @@ def _fake(mode: FakeTensorMode, prepass: PrePass) -> torch.Tensor:
         return with_bits(fake, prepass.bits)
 
 
-def _inputs_of(graph: Graph, demand: Demand) -> list[tuple[Input, PrePass]]:
+def inputs_of(graph: Graph, demand: Demand) -> list[tuple[Input, PrePass]]:
     found = [(Input("leaf", number), prepass_of(leaf)) for number, leaf in enumerate(graph.leaves)]
     for number, node in enumerate(graph.nodes):
         for which, source in enumerate(node.draws):
@@ -155,9 +197,11 @@ def seed_layout(prepass: PrePass) -> PrePass:
 class _Program:
     """The function that is traced: replay forward, then differentiate."""
 
-    def __init__(self, graph: Graph, demand: Demand, inputs: Sequence[Input], written: tuple[int, ...]) -> None:
+    def __init__(
+        self, graph: Graph, demand: Demand, inputs: Sequence[Input], written: tuple[int, ...], plain: frozenset[Place]
+    ) -> None:  # fmt: skip
         self.graph, self.demand, self.inputs, self.written = graph, demand, inputs, written
-        self.marks = _Marks(graph)
+        self.marks = _Marks(graph, plain)
         self.index = _leaf_index(graph)
         self.completed: list[int] = []
 
@@ -249,14 +293,21 @@ class _Retrace(fx.Interpreter):
         return result
 
 
-def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
-    """Trace a program once for all programs of its structure; `whole_norms` is for a program that is not cut."""
+def trace(graph: Graph, demand: Demand, whole_norms: bool = False, plain: frozenset[Place] = frozenset()) -> Joint:
+    """Trace a program once for all programs of its structure.
+
+    Args:
+        graph: The program.
+        demand: What is differentiated.
+        whole_norms: Whether it is for a program that is not cut.
+        plain: Slots that are traced with their values, and pinned to them.
+    """
     table = decompositions(whole_norms)
     written = written_indices(graph)
-    pairs = _inputs_of(graph, demand)
+    pairs = inputs_of(graph, demand)
     inputs = tuple(found for found, _ in pairs)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    program = _Program(graph, demand, inputs, written)
+    program = _Program(graph, demand, inputs, written, plain)
     # Whoever asks for a value may be in inference mode, or below the dispatch keys that tracing needs.
     with torch.inference_mode(False), ordinary_dispatch(), without_saved_tensors_hooks():
         fakes = [_fake(mode, prepass) for _, prepass in pairs]
@@ -271,10 +322,14 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
     positions = [Input("leaf", number) for number in graph.counting]
     pick_by_position(module.graph, [n for n, i in zip(module.graph.nodes, inputs, strict=False) if i in positions])
     _check_functional(module)
+    pinned, spoiled = _place_slots(module, program.marks, graph)
+    if spoiled:
+        return trace(graph, demand, whole_norms, plain | spoiled)
     events.count("traces")
-    pinned = _place_slots(module, program.marks, graph)
     completed = tuple(dict.fromkeys(program.completed))
-    return Joint(module, inputs, len(graph.outputs), demand.wrt, written, pinned, completed)
+    names = (str(node.target) for node in module.graph.nodes if node.op == "get_attr")
+    traced = Traced(module.graph, {name: getattr(module, name) for name in names})
+    return Joint(traced, inputs, len(graph.outputs), demand.wrt, written, pinned, completed)
 
 
 def _is_mutable(node: fx.Node) -> bool:
@@ -353,36 +408,65 @@ def _check_functional(module: fx.GraphModule) -> None:
             raise AnalysisError(f"the traced graph holds {node.target}")
 
 
-def _place_slots(module: fx.GraphModule, marks: _Marks, graph: Graph) -> tuple[tuple[int, int, float], ...]:
-    """Turn marks in arguments into slots; the floats that occur nowhere are pinned to their values."""
+def _place_slots(
+    module: fx.GraphModule, marks: _Marks, graph: Graph
+) -> tuple[tuple[tuple[int, int, float], ...], frozenset[Place]]:
+    """Turn marks in arguments into slots.
+
+    Returns:
+        The numbers that occur nowhere, which are pinned to their values, and those from which other numbers were
+        computed: the trace is of no use.
+    """
     found: set[tuple[int, int]] = set()
+    others: set[float] = set()
 
     def swap(argument: Any) -> Any:
-        slot = marks.forms.get(argument) if type(argument) is float else None
+        slot = marks.forms.get(argument) if type(argument) in (float, int) else None
         if slot is None:
+            others.update([argument] if type(argument) is float else [])
             return argument
         found.add((slot.node, slot.position))
-        return SlotArgument(slot)
+        return FloatSlot(slot) if type(argument) is float else IntSlot(slot)
 
     if marks.of:
         for node in module.graph.nodes:
             node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), swap)
-    missing = (place for place in marks.of if place not in found)
-    return tuple((number, position, graph.nodes[number].slots[position]) for number, position in missing)
+    spoiled = frozenset(p for p, mark in marks.of.items() if p not in marks.plain and _stands_in(mark, others))
+    missing = [place for place in marks.of if place not in found]
+    return tuple((n, position, graph.nodes[n].slots[position]) for n, position in missing), spoiled
 
 
-class SlotArgument(float):
-    """A slot among the arguments of a node: a float for everything that only looks."""
+def _stands_in(mark: float, numbers: set[float]) -> bool:
+    """Whether one of some numbers is a multiple or a part of a mark: then it was computed from it in another way."""
+    pairs = ((form, number) for number in numbers if number for form in (mark, 1.0 - mark))
+    ratios = (ratio for form, number in pairs for ratio in (form / number, number / form))
+    return any(1 <= abs(ratio) < 1e6 and abs(ratio - round(ratio)) < 1e-9 for ratio in ratios)
+
+
+class SlotArgument:
+    """A slot among the arguments of a node: a number for everything that only looks."""
 
     slot: Slot
 
-    def __new__(cls, slot: Slot) -> SlotArgument:
-        made = super().__new__(cls, 0.5)
+
+class FloatSlot(SlotArgument, float):
+    """A slot for a float."""
+
+    def __new__(cls, slot: Slot) -> FloatSlot:
+        made = super().__new__(cls, 0.375)
+        made.slot = slot
+        return made
+
+
+class IntSlot(SlotArgument, int):
+    """A slot for a whole number."""
+
+    def __new__(cls, slot: Slot) -> IntSlot:
+        made = super().__new__(cls, 7)
         made.slot = slot
         return made
 
 
 def slot_values(graph: Graph, slots: Sequence[Slot]) -> list[float]:
-    """The floats of this step."""
-    forms = {"v": lambda v: v, "-v": lambda v: -v, "1-v": lambda v: 1.0 - v}
-    return [forms[slot.form](graph.nodes[slot.node].slots[slot.position]) for slot in slots]
+    """The numbers of this step."""
+    return [SLOT_FORMS[slot.form](graph.nodes[slot.node].slots[slot.position]) for slot in slots]

@@ -71,7 +71,6 @@ class LazyTensor(torch.Tensor):
             LazyTensor,
             prepass.shape,
             strides=prepass.stride,
-            storage_offset=prepass.offset,
             dtype=prepass.dtype,
             device=prepass.device,
         )

@@ -38,7 +38,7 @@ from koila.ir.node import Value
 from koila.ir.prepass import QUANTISED, Inference, Output, prepass_of
 from koila.ir.replay import current_context
 from koila.ir.source import user_site
-from koila.ir.tree import map_leaves
+from koila.ir.tree import leaves, map_leaves
 
 Handler = Callable[..., Any]
 _T = torch.Tensor
@@ -86,6 +86,24 @@ def _metadata(method: Handler) -> Handler:
         return lazy_forward(method, self, *args, **kwargs)
 
     return ask
+
+
+def _storage_offset(self: Any) -> int:
+    """Where a value starts in its storage: a result of its own at the beginning; for others, the real tensor knows."""
+    value = self._value
+    return 0 if value.is_base and not value.storage.real else int(realize(value, "storage_offset").storage_offset())
+
+
+def _addressing(method: Handler) -> Handler:
+    """A call that counts from the beginning of a storage: made at once where the storage is that of a real tensor."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        lazies = (leaf for leaf in leaves((args, kwargs)) if type(leaf) is Bridge.lazy_type)
+        if any(lazy._value.storage.real for lazy in lazies):
+            return run_eagerly(method, scan_call(method, args, kwargs)[0], "it counts from the beginning of a storage")
+        return lazy_forward(method, *args, **kwargs)
+
+    return run
 
 
 def _unwrap(tensor: Any) -> Any:
@@ -313,8 +331,9 @@ _REASONS = {"__reduce_ex__": "pickle", "__dlpack_device__": "__dlpack__"}
 """What asked for the data, where the method has another name."""
 _METADATA = (
     "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "element_size", "ndimension",
-    "is_contiguous", "get_device", "is_signed", "storage_offset", "__len__",
+    "is_contiguous", "get_device", "is_signed", "__len__",
 )  # fmt: skip
+_ADDRESSING = ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
 _METADATA_ATTRIBUTES = ("layout", "is_cuda", "is_sparse", "is_meta", "itemsize", "nbytes", "is_nested",
                         "is_mkldnn", "is_mps", "is_xpu", "is_cpu")  # fmt: skip
 
@@ -337,6 +356,7 @@ def _table() -> dict[Any, Handler]:
         _T.__hash__: _hash,
         DATA_SETTER: _refused("assigning .data", "use copy_(), or LazyTensor.set_tensor"),
         ADD_BATCH_DIM: _forced("is_grads_batched", ADD_BATCH_DIM),
+        _T.storage_offset: _storage_offset,
         torch.numel: _metadata(_T.numel),
         torch.is_floating_point: _metadata(_T.is_floating_point),
         torch.is_complex: _metadata(_T.is_complex),
@@ -344,6 +364,8 @@ def _table() -> dict[Any, Handler]:
     forcing = (name for name in _FORCING if hasattr(_T, name))
     table.update({getattr(_T, name): _forced(_REASONS.get(name, name), getattr(_T, name)) for name in forcing})
     table.update({getattr(_T, name): _metadata(getattr(_T, name)) for name in _METADATA})
+    addressing = (getattr(place, name, None) for place in (_T, torch) for name in _ADDRESSING)
+    table.update({method: _addressing(method) for method in addressing if method is not None})
     for name in _METADATA_ATTRIBUTES:
         getter = getattr(_T, name).__get__
         table[getter] = _metadata(getter)

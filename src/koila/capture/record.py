@@ -22,8 +22,9 @@ from koila.capture.readers import run_readers
 from koila.capture.scan import Scan, scan_call, shape_key, trie_key
 from koila.ir.draws import draw
 from koila.ir.graph import collect
-from koila.ir.infer import HIDDEN_WRITERS, compute_shape, infer
+from koila.ir.infer import HIDDEN_WRITERS, compute_shape, infer, infer_call
 from koila.ir.node import Node, Storage, Value, function_name, version_of
+from koila.ir.numbers import call_structure
 from koila.ir.prepass import Inference, Output, PrePass, is_plain, prepass_of
 from koila.ir.replay import Context, current_context
 from koila.ir.source import user_site
@@ -34,16 +35,18 @@ MAX_DEPTH = 10_000
 
 
 def _inference_for(func: Any, scan: Scan, cacheable: bool, context: Context) -> Inference:
-    infer_now = lambda: infer(func, scan.args, scan.kwargs, scan.operands)  # noqa: E731
     if not cacheable:
         events.count("shape_cache::miss::an argument cannot be hashed")
-        return infer_now()
+        return infer(func, scan.args, scan.kwargs, scan.operands)
     place = recorder.place
     key = trie_key(scan, context, place.epoch)
-    found = place.trie.traverse(key)
+    found = place.trie.traverse(key, scan.numbers)
     if found is None:
-        found = compute_shape(shape_key(key, scan), infer_now)
-        place.trie.insert(key, found)
+        shape = shape_key(key, scan)
+        found = compute_shape(
+            shape, lambda: infer_call(call_structure(shape), func, scan.args, scan.kwargs, scan.operands)
+        )
+        place.trie.insert(key, found, scan.numbers)
     return found
 
 

@@ -10,28 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from koila.capture.bridge import Bridge
 from koila.ir.node import Value
 from koila.ir.owned import function_key, static_key
 from koila.ir.prepass import PLAIN_TYPES, PrePass, prepass_of
 from koila.ir.replay import Context
+from koila.ir.slots import ANY_FLOAT, is_slot, slotted_by
 from koila.ir.tree import map_leaves, rebuild
-
-_T = torch.Tensor
-SLOT_FUNCTIONS = {
-    torch.mul, torch.div, torch.add, torch.sub, _T.mul, _T.div, _T.add, _T.sub, _T.mul_, _T.div_, _T.add_, _T.sub_,
-    _T.__mul__, _T.__rmul__, _T.__imul__, _T.__add__, _T.__radd__, _T.__iadd__, _T.__sub__, _T.__rsub__,
-    _T.__isub__, _T.__truediv__, _T.__rtruediv__, _T.__itruediv__, F.batch_norm,
-}  # fmt: skip
-"""Functions that use their Python floats as they are (or one minus them): such a float may vary between steps."""
 
 
 class Scan:
     """A call's arguments, taken apart."""
 
-    __slots__ = ("args", "foreign", "function", "kwargs", "operands", "originals", "slots", "statics")
+    __slots__ = ("args", "foreign", "function", "kwargs", "operands", "originals", "slots", "statics", "varies")
 
     def __init__(self, func: Any) -> None:
         self.function = function_key(func)
@@ -46,9 +38,16 @@ class Scan:
         self.statics: list[Any] = []
         """What the call depends on besides its operands, in order."""
         self.slots: list[float] = []
-        """Floats that may vary between steps."""
+        """Numbers that may vary between steps."""
+        self.varies = False
+        """Whether what is known about the call depends on them: dropout draws with its probability."""
         self.foreign: str | None = None
         """The class of an operand whose meaning is not its data alone: a subclass of tensors, or a nested tensor."""
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The slots that what is known about the call depends on."""
+        return tuple(self.slots) if self.varies else ()
 
     def take(self, real: torch.Tensor) -> None:
         """A real tensor is an operand."""
@@ -62,7 +61,7 @@ class Unhashable(Exception):
     """An argument that cannot be part of a key."""
 
 
-def _scan_leaf(leaf: Any, scan: Scan, slotted: bool) -> Any:
+def _scan_leaf(leaf: Any, scan: Scan, slotted: int) -> Any:
     kind = type(leaf)
     if kind is Bridge.lazy_type:
         scan.operands.append(leaf._value)
@@ -74,9 +73,9 @@ def _scan_leaf(leaf: Any, scan: Scan, slotted: bool) -> Any:
         scan.take(real)
         scan.statics.append(_TENSOR)
         return real
-    if kind is float and slotted:
+    if slotted and is_slot(leaf, slotted):
         scan.slots.append(leaf)
-        scan.statics.append(_SLOT)
+        scan.statics.append(_SLOTS[kind])
         return leaf
     if kind in _NUMBERS:
         scan.statics.append((kind, leaf))
@@ -90,14 +89,14 @@ def _scan_leaf(leaf: Any, scan: Scan, slotted: bool) -> Any:
     return leaf
 
 
-_TENSOR, _SLOT = object(), object()
+_TENSOR, _SLOTS = object(), {float: object(), int: object()}
 _NUMBERS = frozenset({bool, int, float, complex})
 _CONSTANTS = frozenset(
     {type(None), str, type(...), torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout}
 )
 
 
-def _scan_tree(tree: Any, scan: Scan, slotted: bool) -> Any:
+def _scan_tree(tree: Any, scan: Scan, slotted: int) -> Any:
     if isinstance(tree, torch.Tensor):
         return _scan_leaf(tree, scan, slotted)
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
@@ -114,7 +113,8 @@ def _scan_tree(tree: Any, scan: Scan, slotted: bool) -> Any:
 
 def scan_call(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Scan, bool]:
     """Take a call apart; the flag says whether it can be cached."""
-    scan, slotted = Scan(func), func in SLOT_FUNCTIONS
+    scan, slotted = Scan(func), slotted_by(func)
+    scan.varies = slotted == ANY_FLOAT
     try:
         scan.args = tuple([_scan_tree(item, scan, slotted) for item in args])
         for name, item in kwargs.items():
@@ -174,4 +174,5 @@ def trie_key(scan: Scan, context: Context, epoch: int) -> tuple[Any, ...]:
 def shape_key(key: tuple[Any, ...], scan: Scan) -> tuple[Any, ...]:
     """The call for itself: the trie's key with the layouts of the operands instead of their positions."""
     function, context, statics, _, sharing = key
-    return function, context, statics, tuple([_operand_meta(operand) for operand in scan.operands]), sharing
+    metas = tuple([_operand_meta(operand) for operand in scan.operands])
+    return function, context, statics, metas, sharing, scan.numbers

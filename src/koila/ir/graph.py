@@ -89,7 +89,7 @@ class Graph:
             (node.key, tuple([_operand_code(operand, index, self.produced) for operand in node.operands]))
             for node in self.nodes
         )
-        metas = tuple((prepass_of(leaf), leaf.is_leaf) for leaf in self.leaves)
+        metas = tuple((prepass_of(leaf).without_idle_strides(), leaf.is_leaf) for leaf in self.leaves)
         outputs = tuple(_operand_code(value, index, self.produced) for value in self.outputs)
         return calls, metas, tuple(self.batches.items()), self.counting, outputs
 

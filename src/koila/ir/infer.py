@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -145,17 +146,13 @@ def _storage_id(tensor: torch.Tensor) -> int:
     return storage_key(tensor.untyped_storage()) if tensor.layout == torch.strided else id(tensor)
 
 
-def _fake(prepass: PrePass, is_leaf: bool) -> torch.Tensor:
-    """A fake tensor with that layout; one that requires grad is not a leaf unless the real one is."""
+def _fake(prepass: PrePass, is_leaf: bool, device: torch.device) -> torch.Tensor:
+    """A fake or meta tensor with that layout; one that requires grad is not a leaf unless the real one is."""
     if prepass.layout != torch.strided:
         raise _NeedsData(f"layout {prepass.layout}")
     if prepass.dtype in QUANTISED:
         raise _NeedsData(f"quantised data: {prepass.dtype}")
-    base = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
-    if prepass.offset:
-        extent = prepass.offset + sum((n - 1) * s for n, s in zip(prepass.shape, prepass.stride, strict=True)) + 1
-        flat = torch.empty(max(extent, 0), dtype=prepass.dtype, device=prepass.device)
-        base = flat.as_strided(prepass.shape, prepass.stride, prepass.offset).detach()
+    base = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=device)
     base = with_bits(base, prepass.bits)
     if not prepass.requires_grad:
         return base
@@ -166,27 +163,35 @@ def _fake(prepass: PrePass, is_leaf: bool) -> torch.Tensor:
     return copy if copy.stride() == prepass.stride else copy.as_strided(prepass.shape, prepass.stride, 0)
 
 
-def _operand_fake(operand: Value | torch.Tensor) -> torch.Tensor:
+def _operand_fake(operand: Value | torch.Tensor, device: torch.device | None) -> torch.Tensor:
     if isinstance(operand, Value):
         prepass = operand.prepass.with_grad(operand.requires_grad)
         is_leaf = operand.real is not None and operand.real.is_leaf
     else:
         prepass, is_leaf = prepass_of(operand), operand.is_leaf
     with torch.inference_mode(prepass.inference):
-        return _fake(prepass, is_leaf)
+        return _fake(prepass, is_leaf, device or prepass.device)
 
 
-def infer(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor]) -> Inference:
-    """Run the call on fake tensors; an inference with `forced` set says that it needs data."""
+META = torch.device("meta")
+
+
+def infer(
+    func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor], on_meta: bool = False
+) -> Inference:
+    """Run the call on fake tensors; an inference with `forced` set says that it needs data.
+
+    On meta tensors the same is many times faster, but not always the same: kernels are chosen by the device.
+    """
     if func in WRONG_FAKES:
         return Inference(None, (), forced="its fake kernel gives another shape than the real one")
     if is_collective(func.owner if isinstance(func, OwnedCall) else func):
         # Not even tried on fake tensors: the other processes would see a call that they do not make.
         return _unseen("other processes take part in it", len(operands))
-    mode, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch()
+    mode, watch = nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True), _Watch()
     try:
         with ordinary_dispatch(), mode:
-            fakes = {id(operand): _operand_fake(operand) for operand in operands}
+            fakes = {id(operand): _operand_fake(operand, META if on_meta else None) for operand in operands}
             swap = lambda leaf: fakes.get(id(leaf), leaf)  # noqa: E731
             fake_args, fake_kwargs = map_leaves(args, swap), map_leaves(kwargs, swap)
             before = {key: _state(fake) for key, fake in fakes.items()}
@@ -265,3 +270,53 @@ def _describe(
 def compute_shape(key: Any, infer_now: Callable[[], Inference]) -> Inference:
     """The cached inference for a key; inferred on a miss."""
     return infer_now() if key is None else shape_cache.get_or_add(key, infer_now)
+
+
+# Other sizes of a call that is known.
+
+
+_alike: Cache[bool] = Cache("call_cache", 4096)
+"""By call without its sizes, whether meta tensors told the same about it as fake ones."""
+
+
+def infer_call(
+    structure: Any, func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor]
+) -> Inference:
+    """The inference of a call: on meta tensors, if they told the truth about it at other sizes.
+
+    Args:
+        structure: The call without its sizes; None if it has none.
+        func: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        operands: All tensors among the arguments.
+    """
+    devices = {(operand.prepass if isinstance(operand, Value) else operand).device for operand in operands}
+    if structure is None or len(devices) != 1 or isinstance(func, OwnedCall):
+        return infer(func, args, kwargs, operands)
+    device = devices.pop()
+    alike = _alike.get(structure)
+    if alike:
+        found = infer(func, args, kwargs, operands, on_meta=True)
+        if found.forced is None:
+            return _on_device(found, device)
+    found = infer(func, args, kwargs, operands)
+    if alike is None:
+        other = infer(func, args, kwargs, operands, on_meta=True) if found.forced is None else None
+        _alike.add(structure, other is not None and _on_device(other, device) == found)
+    return found
+
+
+def _on_device(inference: Inference, device: torch.device) -> Inference:
+    """What meta tensors told, for tensors of a device."""
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Output):
+            return replace(leaf, prepass=leaf.prepass.on(device))
+        if isinstance(leaf, PrePass):
+            return leaf.on(device)
+        return device if leaf == META else leaf
+
+    outputs = tuple(map(moved, inference.outputs))
+    draws = tuple(Draw(d.target, map_leaves(d.args, moved), map_leaves(d.kwargs, moved)) for d in inference.draws)
+    return replace(inference, structure=map_leaves(inference.structure, moved), outputs=outputs, draws=draws)

@@ -184,7 +184,7 @@ class Node:
         self.versions: tuple[tuple[int, int, bool] | None, ...] = ()
         """`version_of` each operand when the call was recorded; None for a pending one."""
         self.slots: tuple[float, ...] = ()
-        """Python floats that are not part of the program's key, in order of appearance."""
+        """Python numbers that are not part of the program's key, in order of appearance."""
         self.storages: list[Storage] = []
         """Storages of real operands that pending calls share."""
         self.depth: int = 1 + max((v.node.depth for v in self.values() if v.node is not None), default=0)

@@ -19,7 +19,11 @@ _Key = tuple[Any, ...]
 
 
 class PrePass:
-    """Shape, strides, offset, dtype, device, layout, requires_grad, batch, inference and bits; compare with `is`."""
+    """Shape, strides, dtype, device, layout, requires_grad, batch, inference and bits; compare with `is`.
+
+    Where a tensor starts in its storage is not among them: a batch that is a slice of the data starts elsewhere in
+    every step, and is the same program.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -30,7 +34,6 @@ class PrePass:
         "dtype",
         "inference",
         "layout",
-        "offset",
         "requires_grad",
         "shape",
         "stride",
@@ -38,7 +41,6 @@ class PrePass:
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
     dtype: torch.dtype
     device: torch.device
     layout: torch.layout
@@ -53,7 +55,7 @@ class PrePass:
 
     def __init__(self, key: _Key) -> None:
         self._key = key
-        self.shape, self.stride, self.offset, self.dtype, self.device, self.layout, *rest = key
+        self.shape, self.stride, self.dtype, self.device, self.layout, *rest = key
         self.requires_grad, self.batch, self.inference, self.bits = rest
 
     @property
@@ -81,11 +83,11 @@ class PrePass:
 
     def with_grad(self, requires_grad: bool) -> PrePass:
         """The same record with another requires_grad."""
-        return _intern((*self._key[:6], requires_grad, *self._key[7:]))
+        return _intern((*self._key[:5], requires_grad, *self._key[6:]))
 
     def on(self, device: torch.device) -> PrePass:
         """The same record on another device."""
-        return _intern((*self._key[:4], device, *self._key[5:]))
+        return _intern((*self._key[:3], device, *self._key[4:]))
 
     def with_batch(self, dim: int | None) -> PrePass:
         """The same record with another batch dimension; None where the value has no such dimension.
@@ -95,7 +97,22 @@ class PrePass:
         """
         known = dim is not None and -len(self.shape) <= dim < len(self.shape)
         found = dim % len(self.shape) if known and dim is not None else None
-        return _intern((*self._key[:7], found, *self._key[8:]))
+        return _intern((*self._key[:6], found, *self._key[7:]))
+
+    def without_idle_strides(self) -> PrePass:
+        """The same record with the strides that dimensions of one element would have in dense memory.
+
+        >>> prepass_of(torch.empty_strided((1, 3), (7, 1))).without_idle_strides().stride
+        (3, 1)
+        """
+        if 1 not in self.shape or self.layout != torch.strided:
+            return self
+        found, following = list(self.stride), 1
+        for dim in reversed(range(len(found))):
+            if self.shape[dim] == 1:
+                found[dim] = following
+            following = found[dim] * self.shape[dim]
+        return _intern((self.shape, tuple(found), *self._key[2:]))
 
     def __repr__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -129,7 +146,6 @@ def prepass_of(tensor: torch.Tensor) -> PrePass:
         (
             tuple(tensor.shape),
             tensor.stride() if strided else (),
-            tensor.storage_offset() if strided else 0,
             tensor.dtype,
             tensor.device,
             tensor.layout,

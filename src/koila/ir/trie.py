@@ -22,7 +22,7 @@ from koila.ir.prepass import Inference
 class TrieNode:
     """One recorded call, after the calls on the way from the root."""
 
-    __slots__ = ("hits", "inference", "key", "parent", "successors", "used")
+    __slots__ = ("hits", "inference", "key", "numbers", "parent", "successors", "used")
 
     def __init__(self, inference: Inference | None, parent: TrieNode | None = None, key: Hashable = None) -> None:
         self.inference = inference
@@ -30,6 +30,8 @@ class TrieNode:
         """The call before it; None for the root, and for a node that was forgotten."""
         self.key = key
         """Its name among the successors of `parent`."""
+        self.numbers: tuple[float, ...] = ()
+        """The numbers among its arguments for which the inference holds: they may vary, and the program goes on."""
         self.successors: dict[Hashable, TrieNode] = {}
         self.hits = 0
         self.used = 0
@@ -66,8 +68,8 @@ class TrieCache:
         self._program += 1
         self.current = self.root
 
-    def traverse(self, key: Hashable) -> Inference | None:
-        """Follow the call from the current node; None if no program went this way."""
+    def traverse(self, key: Hashable, numbers: tuple[float, ...] = ()) -> Inference | None:
+        """Follow the call from the current node; None if no program went this way, or not with these numbers."""
         current = self.current
         if current is None:
             events.count("trie::miss::forgotten")
@@ -76,24 +78,29 @@ class TrieCache:
         if successor is None:
             events.count("trie::miss::" + ("new program" if current.successors else "end of the known path"))
             return None
+        if successor.numbers != numbers:
+            events.count("trie::miss::another number")
+            return None
         successor.hits += 1
         successor.used = self._program
         self.current = successor
         events.count("trie::hit")
         return successor.inference
 
-    def insert(self, key: Hashable, inference: Inference) -> TrieNode | None:
+    def insert(self, key: Hashable, inference: Inference, numbers: tuple[float, ...] = ()) -> TrieNode | None:
         """Add the call behind the current node and go there; None if the program is not in the trie."""
         while self.current is not None and self.num_nodes >= self.max_nodes:
             self._forget_program()
         current = self.current
         if current is None:
             return None
-        if len(current.successors) >= self.max_successors:
-            self._forget_below(min(current.successors.values(), key=lambda node: node.used))
-        node = current.successors[key] = TrieNode(inference, current, key)
-        node.used = self._program
-        self.num_nodes += 1
+        node = current.successors.get(key)
+        if node is None:
+            if len(current.successors) >= self.max_successors:
+                self._forget_below(min(current.successors.values(), key=lambda node: node.used))
+            node = current.successors[key] = TrieNode(inference, current, key)
+            self.num_nodes += 1
+        node.inference, node.numbers, node.used = inference, numbers, self._program
         self.current = node
         return node
 

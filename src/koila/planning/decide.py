@@ -246,21 +246,36 @@ def decision_for(job: Job) -> Decision:
     """The decision in force for a job; made if there is none."""
     limited = job.budget.chunk_size is not None or job.budget.allowed_bytes is not None
     if len(_forced):
-        found = _forced.get(job.key)
+        found = _look_up(_forced, job)
         if found is not None:
             return found
     if not limited:
         return decide(job)  # Nothing to choose, and nothing to remember.
-    found = _decisions.get(job.key)
+    found = _look_up(_decisions, job)
     if found is None:
         with events.waiting(f"looking for a plan for {len(job.graph.nodes)} calls"):
             found = decide(job)
         tries = (_tries.get(job.key) or 0) + 1
         if found.is_final or tries >= _TRIES:
-            _decisions.add(job.key, found)
+            _store(_decisions, job, found)
         else:
             _tries.add(job.key, tries)
     return found
+
+
+def _look_up(cache: Cache[Decision], job: Job) -> Decision | None:
+    """The decision for a job; one whose trace holds for other numbers only tells which numbers to look for."""
+    found = cache.get(job.key)
+    if found is None or found.facts is None or found.facts.joint.holds_for(job.graph):
+        return found
+    return cache.get((job.key, found.facts.joint.pinned_in(job.graph)))
+
+
+def _store(cache: Cache[Decision], job: Job, decision: Decision) -> None:
+    other = cache.get(job.key)
+    joint = None if other is None or other.facts is None else other.facts.joint
+    holds = joint is None or joint.holds_for(job.graph)
+    cache.add(job.key if joint is None or holds else (job.key, joint.pinned_in(job.graph)), decision)
 
 
 def any_forced() -> bool:
@@ -270,7 +285,7 @@ def any_forced() -> bool:
 
 def put_in_force(job: Job, decision: Decision) -> None:
     """From the next step on, a job like this one runs by this decision."""
-    _forced.add(job.key, decision)
+    _store(_forced, job, decision)
 
 
 def forget_decisions() -> None:

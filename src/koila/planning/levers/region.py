@@ -22,7 +22,7 @@ from torch import fx
 
 from koila import events
 from koila.analysis.split import Facts, analyse
-from koila.analysis.trace import Input, Joint
+from koila.analysis.trace import Input, Joint, Traced
 from koila.analysis.types import Sliced
 from koila.planning.catalogue import is_plain_sum
 from koila.planning.cost import VIEW_SECONDS
@@ -48,9 +48,8 @@ def _joint(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) 
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda operand: copies[operand])
     graph.output(tuple(copies[node] for node in outputs))
-    module = fx.GraphModule(torch.nn.Module(), graph)
     found = tuple(Input("leaf", number) for number in range(len(inputs)))
-    return Joint(module, found, len(outputs), (), (), ())
+    return Joint(Traced(graph, {}), found, len(outputs), (), (), ())
 
 
 def _absorb(nodes: dict[fx.Node, None]) -> None:

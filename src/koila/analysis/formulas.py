@@ -1,0 +1,158 @@
+"""Formulas: how numbers of a program follow from the sizes of its inputs.
+
+*Takes* the numbers of two or more programs of one structure, as samples. *Gives* `Formulas`: the few of them that vary
+by themselves, the symbols, and for any number that was seen in every sample a `Formula` of the symbols, if there is one
+of the few kinds that are looked for: a product of symbols, times a whole number, plus or minus at most two; for floats
+also the inverse of one, or its root. There is no division on purpose: `(T - 1) // 2 + 1` and `T // 2` agree in too many
+samples. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from math import prod
+
+Number = int | float
+Values = tuple[Number, ...]
+"""What a number is in each sample."""
+SMALL = 2
+"""The largest summand of a formula. Sizes below it have ways of their own: PyTorch drops or expands such dimensions."""
+_DEGREES = ((1, 64), (2, 12), (3, 5))
+"""Products of so many factors are taken of so many symbols."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """factor · product of symbols + summand; for floats also divided by a whole number, or factor · (…)^power."""
+
+    symbols: tuple[int, ...]
+    factor: Number = 1
+    summand: Number = 0
+    power: float = 1.0
+    divisor: int = 1
+
+    def __call__(self, values: Sequence[Number]) -> Number:
+        return self.of(prod(values[symbol] for symbol in self.symbols))
+
+    def of(self, product: Number) -> Number:
+        """The number for a product of symbols."""
+        if self.power == 1.0:
+            found = self.factor * product + self.summand
+            return found if self.divisor == 1 else found / self.divisor
+        return self.factor * float(product + self.summand) ** self.power
+
+
+class NoFormula(Exception):
+    """A number that varies between samples follows from nothing that is known."""
+
+
+def _gives(formula: Formula, product: Number, value: Number) -> bool:
+    return (formula.power == 1.0 or product + formula.summand > 0) and float(formula.of(product)) == value
+
+
+def _is_whole(values: Values) -> bool:
+    return all(type(value) is int for value in values)
+
+
+class Formulas:
+    """The symbols of some samples, and formulas of them.
+
+    Args:
+        samples: The numbers of each program.
+        first: So many numbers at the beginning are those of inputs: symbols are looked for among them first.
+
+    >>> found = Formulas([(8, 20, 160), (8, 27, 216)], 2)
+    >>> found.symbols, found.formula((19, 26))
+    ((1,), Formula(symbols=(0,), factor=1, summand=-1, power=1.0, divisor=1))
+    >>> found.values_for((8, 31, 248)), found.values_for((8, 31, 249))
+    ((31,), None)
+    """
+
+    def __init__(self, samples: Sequence[Values], first: int = 0) -> None:
+        self._samples = samples
+        self._columns: list[Values] = []
+        self._products: list[tuple[Values, tuple[int, ...]]] = []
+        self._known: dict[tuple[type, Values], Formula | None] = {}
+        found: list[int] = []
+        self._changing: list[tuple[int, Formula]] = []
+        columns: list[Values] = list(zip(*samples, strict=True))
+        varying = [place for place, column in enumerate(columns) if any(value != column[0] for value in column)]
+        # Sizes of inputs first, the small ones before their products.
+        inputs = sorted((place for place in varying if place < first), key=lambda place: columns[place])
+        for place in (*inputs, *(place for place in varying if place >= first)):
+            if not _is_whole(columns[place]) or self.formula(columns[place]) is None:
+                found.append(place)
+                self._add(columns[place])
+        self.symbols = tuple(found)
+        """The places of the numbers that vary by themselves."""
+        for place in varying:
+            formula = self.formula(columns[place])
+            assert formula is not None
+            self._changing.append((place, formula))
+        self._fixed = [(place, column[0]) for place, column in enumerate(columns) if place not in set(varying)]
+
+    def _add(self, column: Values) -> None:
+        """One more symbol: its products with the others."""
+        self._columns.append(column)
+        self._known.clear()
+        self._products = []
+        whole = [symbol for symbol, column in enumerate(self._columns) if _is_whole(column)]
+        for degree, most in _DEGREES:
+            for symbols in combinations_with_replacement(whole[:most], degree):
+                values = tuple(
+                    prod(self._columns[symbol][sample] for symbol in symbols) for sample in range(len(self._samples))
+                )
+                self._products.append((values, symbols))
+        self._products += [(values, (s,)) for s, values in enumerate(self._columns) if s not in whole]
+
+    def formula(self, values: Values) -> Formula | None:
+        """The formula of a number that is so much in the samples."""
+        key = (type(values[0]), values)
+        if key not in self._known:
+            self._known[key] = self._whole(values) if _is_whole(values) else self._float(values)
+        return self._known[key]
+
+    def _whole(self, values: Values) -> Formula | None:
+        products = [(product, symbols) for product, symbols in self._products if _is_whole(product)]
+        for product, symbols in products:
+            factor, rest = divmod(values[0], product[0]) if product[0] else (0, 1)
+            if not rest and factor and all(v == factor * p for v, p in zip(values, product, strict=True)):
+                return Formula(symbols, factor)
+        for product, symbols in products:
+            other = next((sample for sample, p in enumerate(product) if p != product[0]), None)
+            if other is None:
+                continue
+            factor, rest = divmod(values[other] - values[0], product[other] - product[0])
+            summand = values[0] - factor * product[0]
+            if rest or not factor or abs(summand) > SMALL:
+                continue
+            if all(v == factor * p + summand for v, p in zip(values, product, strict=True)):
+                return Formula(symbols, factor, summand)
+        return None
+
+    def _float(self, values: Values) -> Formula | None:
+        for power in (1.0, -1.0, -0.5, 0.5):
+            for product, symbols in self._products:
+                for factor in (1, -1, 2, -2, 0.5, -0.5):
+                    for summand in (0, 1, -1):
+                        formula = Formula(symbols, factor, summand, power)
+                        if all(_gives(formula, p, value) for p, value in zip(product, values, strict=True)):
+                            return formula
+        for product, symbols in self._products:
+            divisor = round(product[0] / values[0]) if values[0] else 0
+            if abs(divisor) > 1 and all(p / divisor == v for v, p in zip(values, product, strict=True)):
+                return Formula(symbols, divisor=divisor)
+        return None
+
+    def values_for(self, numbers: Values) -> Values | None:
+        """What the symbols are in a new program, if all of its numbers are as the formulas say."""
+        values = tuple(numbers[place] for place in self.symbols)
+        if any(type(value) is int and 0 <= value < SMALL for value in values):
+            return None
+        if any(numbers[place] != value for place, value in self._fixed):
+            return None
+        if any(numbers[place] != formula(values) for place, formula in self._changing):
+            return None
+        return values

@@ -1,0 +1,97 @@
+"""Structure and numbers: a program without its sizes, and its sizes.
+
+*Takes* a `Graph`. *Gives* `structure_of`, which two programs share if they make the same calls, whatever the sizes of
+their inputs and the numbers among their arguments; and `numbers_of`, these numbers in a fixed order: the sizes and
+strides of the leaves, the numbers among the arguments, the sizes of every result. Together they say as much as the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from koila.ir.graph import Graph
+from koila.ir.prepass import PrePass
+
+Number = int | float
+
+
+def call_structure(key: tuple[Any, ...]) -> Hashable:
+    """What is left of the key of one call without numbers."""
+    function, context, statics, metas, *rest = key
+    return function, context, tuple(map(_shape_of_static, statics)), tuple((_kind(p), leaf) for p, leaf in metas), *rest
+
+
+def structure_of(graph: Graph) -> Hashable:
+    """What is left of a program's key without numbers.
+
+    >>> import koila
+    >>> short = structure_of(koila.graph(koila.lazy(torch.ones(2, 5)).sum(1)))
+    >>> short == structure_of(koila.graph(koila.lazy(torch.ones(2, 7)).sum(1)))
+    True
+    """
+    calls, metas, batches, counting, outputs = graph.key
+    nodes = tuple(
+        (function, context, tuple(map(_shape_of_static, statics)), operands, len(node.draws), _results(node))
+        for ((function, context, statics), operands), node in zip(calls, graph.nodes, strict=True)
+    )
+    return nodes, tuple((*_kind(prepass), is_leaf) for prepass, is_leaf in metas), batches, counting, outputs
+
+
+def numbers_of(graph: Graph) -> tuple[Number, ...]:
+    """The numbers of a program, in a fixed order; programs of one structure have equally many.
+
+    >>> import koila
+    >>> numbers_of(koila.graph(koila.lazy(torch.ones(2, 5)).sum(1)))
+    (2, 5, 5, 1, 1, 2)
+    """
+    return tuple(_numbers(graph))
+
+
+def _numbers(graph: Graph) -> Iterator[Number]:
+    calls, metas, *_ = graph.key
+    for prepass, _ in metas:
+        yield from (*prepass.shape, *prepass.stride)
+    for ((_, _, statics), _), node in zip(calls, graph.nodes, strict=True):
+        for static in statics:
+            yield from _numbers_in(static)
+        for output in node.inference.outputs:
+            yield from output.prepass.shape
+
+
+def num_input_numbers(graph: Graph) -> int:
+    """How many of the numbers are sizes and strides of leaves; they come first."""
+    return sum(len(prepass.shape) + len(prepass.stride) for prepass, _ in graph.key[1])
+
+
+def _results(node: Any) -> tuple[Any, ...]:
+    return tuple((len(output.prepass.shape), output.prepass.dtype) for output in node.inference.outputs)
+
+
+def _kind(prepass: PrePass) -> tuple[Any, ...]:
+    """A leaf without its sizes: where its dimensions lie in memory, and all that has no size."""
+    order = sorted(range(len(prepass.stride)), key=lambda dim: (prepass.stride[dim], -dim))
+    pairs = zip(prepass.shape, prepass.stride, strict=False)
+    flags = tuple((size == 0, size == 1, stride == 0) for size, stride in pairs)
+    return (
+        len(prepass.shape), tuple(order), flags, prepass.dtype, prepass.device, prepass.layout, prepass.requires_grad,
+        prepass.batch, prepass.inference, prepass.bits,
+    )  # fmt: skip
+
+
+def _is_number(static: Any) -> bool:
+    return type(static) is tuple and len(static) == 2 and (static[0] is int or static[0] is float)
+
+
+def _shape_of_static(static: Any) -> Any:
+    if _is_number(static):
+        return static[0]
+    return (torch.Size, len(static)) if type(static) is torch.Size else static
+
+
+def _numbers_in(static: Any) -> Sequence[Number]:
+    if _is_number(static):
+        return (static[1],)
+    return tuple(static) if type(static) is torch.Size else ()
