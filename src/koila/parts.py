@@ -17,7 +17,7 @@ reached by the call that its own documentation names; `tests/structure/test_part
 | 002 | `Runnable`, `TensorMixin`, `RunnableTensor`, `BatchInfo` | `koila.interfaces` |
 | 003 | `TrieNode`, `TrieCache` | `koila.ir.trie` |
 | 003 | `compute_shape`, `shape_cache` | `koila.ir.infer` |
-| 003 | `apply_symbolic_shapes` | `koila.analysis.symbolic` |
+| 003 | `apply_symbolic_shapes` | `koila.analysis.family` |
 | 003 | `Metric` | `koila.events` |
 | 004 | `call_delegate`, `trace_call_delegate`, `LoweredModule` | `koila.delegates` |
 
@@ -26,8 +26,8 @@ free, and the planner searches for the largest chunks that fit.
 """
 
 from koila._api import run
+from koila.analysis.family import apply_symbolic_shapes
 from koila.analysis.prepasses import mean, reduce_dims
-from koila.analysis.symbolic import apply_symbolic_shapes
 from koila.capture.eager import EagerTensor
 from koila.capture.lazy import LazyTensor
 from koila.capture.lookup import lookup_function, lookup_method

@@ -197,17 +197,21 @@ class Family:
 
     # Building.
 
-    def build(self, graph: Graph, demand: Demand) -> Joint | None:
-        """The joint graph of a program of this structure; None if its numbers are not as the formulas say."""
+    def build(self, graph: Graph, demand: Demand) -> Joint:
+        """The joint graph of a program of this structure.
+
+        Raises:
+            NoFormula: Its numbers are not as the formulas say.
+        """
         symbols = self._formulas.values_for(numbers_of(graph))
-        if symbols is None or not self._first.holds_for(graph):
-            return None
+        if not self._first.holds_for(graph):
+            raise NoFormula("a number is another one that is pinned")
         inputs = [prepass for _, prepass in inputs_of(graph, demand)]
         try:
             with without_modes(), torch.no_grad():
                 return _Builder(self._templates, symbols, inputs).joint(self._first, graph)
-        except (NoFormula, RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
-            return None
+        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
+            raise NoFormula(f"PyTorch refuses the graph: {type(error).__name__}") from error
 
 
 def _check_alike(joints: Sequence[Joint]) -> None:

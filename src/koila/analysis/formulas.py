@@ -66,8 +66,8 @@ class Formulas:
     >>> found = Formulas([(8, 20, 160), (8, 27, 216)], 2)
     >>> found.symbols, found.formula((19, 26))
     ((1,), Formula(symbols=(0,), factor=1, summand=-1, power=1.0, divisor=1))
-    >>> found.values_for((8, 31, 248)), found.values_for((8, 31, 249))
-    ((31,), None)
+    >>> found.values_for((8, 31, 248))
+    (31,)
     """
 
     def __init__(self, samples: Sequence[Values], first: int = 0) -> None:
@@ -146,13 +146,17 @@ class Formulas:
                 return Formula(symbols, divisor=divisor)
         return None
 
-    def values_for(self, numbers: Values) -> Values | None:
-        """What the symbols are in a new program, if all of its numbers are as the formulas say."""
+    def values_for(self, numbers: Values) -> Values:
+        """What the symbols are in a new program.
+
+        Raises:
+            NoFormula: One of its numbers is not as the formulas say.
+        """
         values = tuple(numbers[place] for place in self.symbols)
         if any(type(value) is int and 0 <= value < SMALL for value in values):
-            return None
+            raise NoFormula("a size is smaller than two")
         if any(numbers[place] != value for place, value in self._fixed):
-            return None
+            raise NoFormula("a number that was the same in all traces is another")
         if any(numbers[place] != formula(values) for place, formula in self._changing):
-            return None
+            raise NoFormula("a number is not as its formula says")
         return values

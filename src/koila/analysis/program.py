@@ -150,10 +150,13 @@ def _found(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
     """The joint graph of a program: built from formulas where its structure is known at other sizes, else traced."""
     key = (structure_of(graph), demand, whole_norms)
     known = _structures.get(key) or _Known()
-    joint = None if known.family is None else known.family.build(graph, demand)
-    if joint is not None:
-        events.count("sizes::built")
-        return joint
+    if known.family is not None:
+        try:
+            joint = known.family.build(graph, demand)
+            events.count("sizes::built")
+            return joint
+        except NoFormula as reason:
+            events.count(f"sizes::traced: {reason}")
     joint = trace(graph, demand, whole_norms)
     known.add(Sample(graph, joint))
     _structures.add(key, known)
