@@ -250,7 +250,8 @@ class _Builder:
             if node.op != "output":
                 node.meta["val"] = value = self._value(node, template)
                 _check_small(value, template.node.meta.get("val"))
-                _check_slice(node)
+                if _takes_everything(node) and not _takes_everything(template.node):
+                    raise NoFormula("a slice takes everything")  # It would not stand in a trace.
             if "recorded" in template.node.meta:
                 node.meta["recorded"] = template.node.meta["recorded"]
             self.nodes.append(node)
@@ -345,12 +346,11 @@ def _check_small(value: Any, like: Any) -> None:
             raise NoFormula("a size is smaller than two")
 
 
-def _check_slice(node: fx.Node) -> None:
-    """A slice of all of a tensor does not stand in a trace."""
-    if node.target is aten.slice.Tensor:
-        source: Any = node.args[0]
-        if source.meta["val"].shape == node.meta["val"].shape:
-            raise NoFormula("a slice takes everything")
+def _takes_everything(node: fx.Node) -> bool:
+    if node.target is not aten.slice.Tensor:
+        return False
+    source: Any = node.args[0]
+    return bool(source.meta["val"].shape == node.meta["val"].shape)
 
 
 def _check_results(output: fx.Node, like: Joint, graph: Graph) -> None:
