@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import koila
-from koila.analysis.family import Family, Sample
-from koila.analysis.formulas import Formulas, NoFormula
+from koila.analysis.family import Family, Sample, apply_symbolic_shapes
+from koila.analysis.formulas import Formula, Formulas, NoFormula
 from koila.analysis.trace import Joint, SlotArgument, trace
 from koila.ir.graph import Graph
 from koila.ir.job import Demand
@@ -148,3 +148,10 @@ def test_a_number_that_does_not_follow_its_formula_is_seen() -> None:
     assert found.values_for((8, 31, 10)) == (31,)
     with pytest.raises(NoFormula):
         found.values_for((8, 6, 6))
+
+
+def test_symbolic_shapes_follow_what_varies_and_not_what_is_as_long() -> None:
+    found = Formulas([(4, 4), (5, 4)], 2)
+    number = lambda sizes: sizes[0] if sizes[0] == sizes[1] else found.formula(tuple(sizes))  # noqa: E731
+    layout = apply_symbolic_shapes([torch.empty(4, 4, 16), torch.empty(5, 4, 16)], number)
+    assert layout.shape == [Formula((0,)), 4, 16] and layout.stride == [64, 16, 1]
