@@ -54,7 +54,7 @@ def outcome_of(operation: Operation, operands: list[Any], chunk: int, whole: Any
     """What a call gives for operands of these forms; `whole` is its result for the whole batch, if there is one."""
     target = operation.target
     overload = isinstance(target, OpOverload)
-    if not (overload or target in HELPERS) or not all(_is_form(leaf) for leaf in leaves(operands)):
+    if not (overload or target in HELPERS or target is chunk_moments) or not all(_is_form(leaf) for leaf in leaves(operands)):
         return _find(operation, operands, chunk, whole)
     key = (operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
     return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole))

@@ -20,7 +20,7 @@ from koila.planning.levers.offload import keep_in_files
 from koila.planning.levers.shrink import LEVERS, shrink
 from koila.planning.peak import Projection, peak_alone, project
 from koila.planning.phases import Layout, keep_less, make_layout
-from koila.planning.plan import Phase, Plan, make_plan, stream_source
+from koila.planning.plan import Known, Phase, Plan, make_plan, stream_source
 from koila.planning.rates import LARGE
 from koila.planning.schedule import Schedule
 
@@ -122,6 +122,7 @@ class Search:
         self.sizes = chunk_sizes(facts.num_samples, facts.granule)
         self._layouts: list[Layout] = []
         self._plans: dict[tuple[int, int], Found] = {}
+        self._schedules: Known = {}
         self._smallest: Found | None = None
 
     def layout(self, level: int) -> Layout:
@@ -137,7 +138,7 @@ class Search:
     def plain(self, level: int, size: int) -> Found:
         """The plan for a chunk size, without levers inside its schedules."""
         if (level, size) not in self._plans:
-            plan = make_plan(self.layout(max(0, level)), size, self.streamed)
+            plan = make_plan(self.layout(max(0, level)), size, self.streamed, self._schedules)
             plan = keep_in_files(plan) if level < 0 else plan
             self._plans[level, size] = plan, project(plan)
         return self._plans[level, size]
