@@ -22,7 +22,7 @@ from koila.analysis.split import Facts
 from koila.errors import BudgetError
 from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
-from koila.planning.cut import Cut, Cutter, Refused, forget_searches
+from koila.planning.cut import Cut, Cutter, Refused
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
 from koila.planning.whole_peak import whole_peak
@@ -278,4 +278,3 @@ def forget_decisions() -> None:
     _decisions.clear()
     _forced.clear()
     _tries.clear()
-    forget_searches()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
+from koila.planning.effort import spend
 from koila.planning.schedule import Schedule
 from koila.planning.step import Kind, Step
 
@@ -86,4 +87,5 @@ class _Ordering:
 
 def reorder(schedule: Schedule) -> Schedule:
     """The schedule in the order that keeps the fewest bytes, step by step."""
+    spend(len(schedule.steps) / 3)
     return schedule.with_steps(tuple(schedule.steps[place] for place in _Ordering(schedule).run()))

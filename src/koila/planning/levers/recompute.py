@@ -16,6 +16,7 @@ from itertools import count
 from math import inf
 
 from koila.planning.aliasing import Overwrites
+from koila.planning.effort import spend
 from koila.planning.levers.offload import can_offload, fetch_step, offload_seconds, offload_step
 from koila.planning.schedule import Schedule, once_per_schedule
 from koila.planning.step import Destination, Kind, Step
@@ -176,6 +177,7 @@ class _Play:
 
     def _victim(self, pinned: set[int]) -> int | None:
         """The storage to let go of: the cheapest to have again per byte and step, the earliest of equals."""
+        spend((10 + len(self.holders)) / 64)
         best, least = -1, inf
         sizes = self.storages.num_bytes
         for storage, holders in self.holders.items():
@@ -293,6 +295,7 @@ def recompute(schedule: Schedule, limit: int, offload: bool = False, again: bool
     """The schedule within `limit` bytes, with values computed again or offloaded; None if that does not suffice."""
     if least_bytes(schedule) > limit:
         return None
+    spend(len(schedule.steps))
     moves = _Play(schedule, limit, offload, again).run()
     if moves is None:
         return None
