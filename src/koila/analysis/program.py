@@ -82,9 +82,19 @@ class Program:
         batches = self.graph.batches if self.num_samples > 1 else {}
         return analyse(self.joint, batches, self.num_samples, self.results(wanted))
 
-    def whole_facts(self, wanted: Wanted) -> Facts:
-        """The program as it is: nothing is cut along the batch."""
+    def uncut_facts(self, wanted: Wanted) -> Facts:
+        """The program with nothing cut along the batch."""
         return analyse(self.joint, {}, self.num_samples, self.results(wanted))
+
+    def whole_facts(self, wanted: Wanted) -> Facts | None:
+        """The same with the kernels of eager; this traces the program again."""
+        joint = _traced((*self.key, "whole norms"), lambda: trace(self.graph, self.demand, whole_norms=True))
+        if isinstance(joint, str):  # The uncut program is there anyway.
+            events.count("plan::no whole trace")
+            return None
+        if not set(joint.pinned) <= set(self.joint.pinned):
+            return None  # It holds for numbers that vary.
+        return analyse(joint, {}, self.num_samples, self.results(wanted))
 
     def results(self, wanted: Wanted) -> set[int]:
         """Indices of the joint graph's results: outputs, then gradients, then new values of written leaves."""

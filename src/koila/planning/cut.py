@@ -107,8 +107,9 @@ class Cutter:
     def _search(self, wanted: Wanted) -> Search:
         if wanted not in self._searches:
             levers = ALL if self.job.budget.offload is None else ALL | {"offload"}
-            whole_facts = lambda: self.program.whole_facts(wanted)  # noqa: E731
-            self._searches[wanted] = Search(self.program.facts(wanted), levers, whole_facts, wanted.streamed)
+            uncut = lambda: self.program.uncut_facts(wanted)  # noqa: E731
+            whole = lambda: self.program.whole_facts(wanted)  # noqa: E731
+            self._searches[wanted] = Search(self.program.facts(wanted), levers, uncut, whole, wanted.streamed)
         return self._searches[wanted]
 
     def _cut(self, wanted: Wanted, plan: Plan, facts: Facts, projection: Projection) -> Cut:

@@ -97,7 +97,7 @@ def fit(plan: Plan, allowed: int, levers: frozenset[str] = LEVERS) -> Found | No
 
 ALL = LEVERS | {"chunk", "keep"}
 """The levers that need no file."""
-KEEPING = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
+KEEPING = (1.0, 0.75, 0.5, 0.25, 0.125, 0.06, 0.0)
 """How much of what crosses phases is kept, from all to nothing."""
 
 
@@ -113,6 +113,14 @@ def kept_bytes(layout: Layout, streamed: bool = False) -> int:
     return most
 
 
+_FEW = 200
+"""Programs of few nodes may take a little longer for each of them."""
+_FIND, _FIT, _SMALLEST = 12, 6, 10
+"""Steps for each node of a program that a search, one plan in it, and the search for the smallest plan may do."""
+_AGAIN = 6
+"""How many times the items of a program a plan may compute."""
+
+
 class Search:
     """The plans of one program, made when they are needed; all of it is forgotten once a decision is made.
 
@@ -121,10 +129,11 @@ class Search:
     """
 
     def __init__(
-        self, facts: Facts, levers: frozenset[str] = ALL, whole_facts: Callable[[], Facts | None] = lambda: None,
-        streamed: bool = False,
+        self, facts: Facts, levers: frozenset[str] = ALL, uncut_facts: Callable[[], Facts | None] = lambda: None,
+        whole_facts: Callable[[], Facts | None] = lambda: None, streamed: bool = False,
     ) -> None:  # fmt: skip
-        self.facts, self.levers, self.whole_facts, self.streamed = facts, levers, whole_facts, streamed
+        self.facts, self.levers, self.streamed = facts, levers, streamed
+        self.uncut_facts, self.whole_facts = uncut_facts, whole_facts
         self.sizes = chunk_sizes(facts.num_samples, facts.granule)
         self.num_nodes = len(facts.joint.module.graph.nodes) + _FEW
         self._layouts: list[Layout] = []
@@ -184,13 +193,21 @@ class Search:
         if not attempt(_FIND * self.num_nodes, look):
             events.count("plan::search cut short")
         if not best and thorough and self.smallest()[1].peak_bytes <= allowed:
-            return self.smallest()
-        return best[0] if best else None
+            best = [self.smallest()]
+        return self._by_eager_kernels(best[0], allowed) if best else None
+
+    def _by_eager_kernels(self, found: Found, allowed: int) -> Found:
+        """A plan that leaves the program uncut keeps the kernels of eager, if they fit, too: its numbers are eager's."""
+        facts = None if found[0].facts is self.facts else self.whole_facts()
+        if facts is None:
+            return found
+        plan = make_plan(make_layout(facts), facts.num_samples)
+        return self._fit(plan, allowed, levers=self.levers - {"region"}) or found
 
     @cached_property
-    def whole(self) -> Plan | None:
-        """The program as it is, not cut along the batch."""
-        facts = self.whole_facts()
+    def _uncut(self) -> Plan | None:
+        """The program with nothing cut along the batch."""
+        facts = self.uncut_facts()
         return None if facts is None else make_plan(make_layout(facts), facts.num_samples)
 
     @cached_property
@@ -206,19 +223,22 @@ class Search:
         """What every plan holds in the end."""
         return sum(self.layout(0).catalogue.state_bytes(item) for item in self.facts.results if item is not None)
 
-    def _shrunk(self, allowed: int) -> Found | None:
+    def _shrunk(self, allowed: int, effort: float = _FIT) -> Found | None:
         """The uncut program within so many bytes, where cutting costs something."""
         repeats, kept = self._price
         if "recompute" not in self.levers or self._result_bytes > allowed or not (repeats or kept > allowed / 16):
             return None
-        if self.whole is None:
+        if self._uncut is None:
             return None
-        self._charge(self.whole)
-        return self._fit(self.whole, allowed)
+        self._charge(self._uncut)
+        # Regions are for what stands in a chunk; here, they would take most of the time and seldom help.
+        return self._fit(self._uncut, allowed, effort, self.levers - {"region"})
 
-    def _fit(self, plan: Plan, allowed: int) -> Found | None:
+    def _fit(
+        self, plan: Plan, allowed: int, effort: float = _FIT, levers: frozenset[str] | None = None
+    ) -> Found | None:
         """The plan with levers pulled, if that does not take too long."""
-        return attempt(_FIT * self.num_nodes, lambda: fit(plan, allowed, self.levers))
+        return attempt(effort * self.num_nodes, lambda: fit(plan, allowed, levers or self.levers))
 
     def _fitting(self, allowed: int) -> Iterator[Found]:
         """Plans that fit: the batch as it is, shrunk; then cut, with less and less that crosses phases."""
@@ -239,7 +259,8 @@ class Search:
                 yield from self._with_small_results(level, largest)
             last = len(self.sizes) if largest is None else largest
             found = largest is not None
-            for place in range(max(0, last - 2), last) if "chunk" in self.levers else (0,):
+            first = last - (1 if self._is_mostly_kept(level, allowed) else 2)
+            for place in range(max(0, first), last) if "chunk" in self.levers else (0,):
                 fitted = self._fit(self.plain(level, self.sizes[place])[0], allowed)
                 if fitted is not None:
                     yield fitted
@@ -282,6 +303,8 @@ class Search:
     def _largest_that_fits(self, level: int, allowed: int) -> int | None:
         """The place of the largest chunk size that fits as it is."""
         sizes = self.sizes if "chunk" in self.levers else self.sizes[:1]
+        if self._is_mostly_kept(level, allowed) and self.plain(level, sizes[-1])[1].peak_bytes > allowed:
+            return None
         if self.plain(level, sizes[0])[1].peak_bytes <= allowed:
             return 0
         # With several chunks, projected bytes fall with their size; what scales tells where to look.
@@ -294,6 +317,10 @@ class Search:
             else:
                 low, guess = place + 1, self._guess(level, place, allowed)
         return found
+
+    def _is_mostly_kept(self, level: int, num_bytes: int) -> bool:
+        """Whether what crosses phases is most of so many bytes: then chunk sizes change little."""
+        return level >= 0 and 2 * kept_bytes(self.layout(level), self.streamed) > num_bytes and len(self._levels) > 2
 
     def _guess(self, level: int, place: int, allowed: int) -> int:
         """The place of the largest chunk size that might fit, if activations are all that scales."""
@@ -316,9 +343,9 @@ class Search:
         lower = lambda found: best.insert(0, found) if found[1].peak_bytes < best[0][1].peak_bytes else None  # noqa: E731
 
         def look() -> bool:
-            # A single chunk needs no sums beside its values.
-            lower(self.plain(level, self.sizes[0]))
-            for other in reversed(self._levels[:-1]):
+            if not self._is_mostly_kept(level, best[0][1].peak_bytes):
+                lower(self.plain(level, self.sizes[0]))  # A single chunk needs no sums beside its values.
+            for other in self._levels[-2:-1]:
                 if other >= 0 and kept_bytes(self.layout(other), self.streamed) < best[0][1].peak_bytes:
                     lower(self.plain(other, size))
             self._bisect(best[0][0], lower)
@@ -334,7 +361,7 @@ class Search:
         low, high = self._result_bytes, project(plan).peak_bytes
         while high - low > max(1, _EXACT * high):
             allowed = (low + high) // 2
-            found = self._fit(plan, allowed) or self._shrunk(allowed)
+            found = self._fit(plan, allowed, _FIT / 2) or self._shrunk(allowed, _FIT / 2)
             if found is None:
                 low = allowed
             else:
@@ -342,12 +369,6 @@ class Search:
                 high = found[1].peak_bytes
 
 
-_FEW = 200
-"""Programs of few nodes may take a little longer for each of them."""
-_FIND, _FIT, _SMALLEST = 12, 6, 10
-"""Steps for each node of a program that a search, one plan in it, and the search for the smallest plan may do."""
-_AGAIN = 4
-"""How many times the items of a program a plan may compute."""
 _EXACT = 0.02
 """How close to each other a budget that can be met and one that cannot are, in the end."""
 
