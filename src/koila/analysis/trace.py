@@ -35,6 +35,7 @@ from koila.analysis.decompositions.checks import CheckedFunctions, check_in_kern
 from koila.analysis.functional import is_mutable, without_writes
 from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
+from koila.analysis.slim import slim
 from koila.errors import AnalysisError
 from koila.ir.dtypes import is_refused
 from koila.ir.graph import Graph
@@ -273,6 +274,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
     events.count("traces")
     pinned = _place_slots(module, program.marks, graph)
     completed = tuple(dict.fromkeys(program.completed))
+    slim(module)
     return Joint(module, inputs, len(graph.outputs), demand.wrt, written, pinned, completed)
 
 

@@ -113,7 +113,7 @@ def kept_bytes(layout: Layout, streamed: bool = False) -> int:
     return most
 
 
-_FEW = 200
+_FEW = 600
 """Programs of few nodes may take a little longer for each of them."""
 _FIND, _FIT, _SMALLEST = 12, 6, 10
 """Steps for each node of a program that a search, one plan in it, and the search for the smallest plan may do."""

@@ -1,0 +1,38 @@
+"""Slimming a traced graph: what nobody reads again is not kept with it.
+
+*Takes* a traced graph. *Gives* it with two notes on each node: `val`, one fake tensor for all values of the same layout,
+and `recorded`. The text and the code that PyTorch made for it are dropped: nobody runs a joint graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from koila.ir.tree import map_leaves
+
+
+def slim(module: fx.GraphModule) -> None:
+    """Drop what nobody reads; to be called once nobody asks any more which values share their memory."""
+    known: dict[Any, torch.Tensor] = {}
+
+    def shared(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+            return leaf
+        bits = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad)
+        return known.setdefault((type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, bits), leaf)
+
+    for node in module.graph.nodes:
+        notes = {name: node.meta[name] for name in ("val", "recorded") if name in node.meta}
+        if "val" in notes:
+            notes["val"] = map_leaves(notes["val"], shared)
+        node.meta = notes
+    for name in ("_code", "_lineno_map", "_prologue_start"):
+        module.__dict__.pop(name, None)
+    type(module).forward = _not_run  # Each module has a class of its own.
+
+
+def _not_run(*_: Any) -> None:
+    raise AssertionError("a joint graph is planned, never run")
