@@ -87,7 +87,7 @@ class _Names:
             if node.target in _BY_STORAGE:
                 raise _Cannot
             same = node.target in _SAME or is_mutable(node)
-            self._tensor[node] = self._tensor[node.args[0]] if same else node  # type: ignore[index]
+            self._tensor[node] = self._tensor[node.args[0]] if same else node
             for tensor in _tensors(node):
                 self._in.setdefault(storage_key(tensor.untyped_storage()), []).append((node, tensor))
 
@@ -118,9 +118,10 @@ def _are_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two views of a storage are boxes in the same grid that have no element in common."""
     if one.stride() != other.stride() or one.dtype != other.dtype:
         return False
-    dims = sorted(range(one.ndim), key=lambda dim: -one.stride(dim))
+    strides: Any = one.stride()
+    dims = sorted(range(one.ndim), key=lambda dim: -strides[dim])
     dims = [dim for dim in dims if one.shape[dim] != 1 or other.shape[dim] != 1]
-    strides = [one.stride(dim) for dim in dims]
+    strides = [strides[dim] for dim in dims]
     if not dims or strides[-1] != 1:
         return False
     apart, starts = False, [one.storage_offset(), other.storage_offset()]
@@ -137,7 +138,7 @@ def _are_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _replace(
     graph: fx.Graph, place: dict[fx.Node, int], write: fx.Node, target: Any, names: list[fx.Node]
 ) -> Iterator[fx.Node]:
-    """Put a value in the place of a write; whoever reads the tensor afterwards reads that. Gives it if it lies otherwise."""
+    """Put a value in the place of a write, for whoever reads the tensor afterwards; give it if it lies otherwise."""
     old, here = write.meta["val"], place[write]
     operand, source = write.args[0], write.args[1] if len(write.args) > 1 else None
     if target is aten.copy.default and operand.op == "placeholder" and _is_like(source, old):  # type: ignore[union-attr]

@@ -31,12 +31,13 @@ class NotSplittable(Exception):
         """Whether that is so for good: an error while tracing or planning may be of the moment."""
 
 
-MAX_NODES = 100_000
+MAX_NODES = 20_000
 """Joint graphs are kept as long as they have fewer nodes in all; a node takes about two KiB."""
 
 
 def _num_nodes(found: Joint | str) -> int:
-    return 1 if isinstance(found, str) else len(found.module.graph.nodes)
+    # The largest program alone is kept, too.
+    return 1 if isinstance(found, str) else min(MAX_NODES, len(found.module.graph.nodes))
 
 
 _joints: Cache[Joint | str] = Cache("trace_cache", MAX_NODES, _num_nodes)

@@ -1,7 +1,7 @@
 """Slimming a traced graph: what nobody reads again is not kept with it.
 
-*Takes* a traced graph. *Gives* it with two notes on each node: `val`, one fake tensor for all values of the same layout,
-and `recorded`. The text and the code that PyTorch made for it are dropped: nobody runs a joint graph.
+*Takes* a traced graph. *Gives* it with two notes on each node: `val`, one fake tensor for all values of one layout, and
+`recorded`. The text and the code that PyTorch made for it are dropped: nobody runs a joint graph.
 """
 
 from __future__ import annotations

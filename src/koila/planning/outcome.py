@@ -47,14 +47,16 @@ class Outcome:
     in_float32: bool
 
 
-_known: Cache[Outcome] = Cache("outcome_cache", 16384)
+_known: Cache[Outcome] = Cache("outcome_cache", 4096)
 
 
 def outcome_of(operation: Operation, operands: list[Any], chunk: int, whole: Any = None) -> Outcome:
     """What a call gives for operands of these forms; `whole` is its result for the whole batch, if there is one."""
     target = operation.target
     overload = isinstance(target, OpOverload)
-    if not (overload or target in HELPERS or target is chunk_moments) or not all(_is_form(leaf) for leaf in leaves(operands)):
+    if not (overload or target in HELPERS or target is chunk_moments) or not all(
+        _is_form(leaf) for leaf in leaves(operands)
+    ):
         return _find(operation, operands, chunk, whole)
     key = (operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
     return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole))
