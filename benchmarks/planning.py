@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
         for size in (number for number in PROGRAMS[name][1] if number <= given.most):
             found = measure(name, size)
             gpts += [found] if name == "gpt" else []
-            nearest = min(gpts, key=lambda each: abs(each.num_nodes - found.num_nodes), default=None)  # noqa: B023
+            nearest = min(gpts, key=lambda each: abs(each.num_nodes - found.num_nodes), default=None)
             print(found.row(nearest), flush=True)
 
 

@@ -197,7 +197,7 @@ class Search:
         return self._by_eager_kernels(best[0], allowed) if best else None
 
     def _by_eager_kernels(self, found: Found, allowed: int) -> Found:
-        """A plan that leaves the program uncut keeps the kernels of eager, if they fit, too: its numbers are eager's."""
+        """A plan that leaves the program uncut keeps eager's kernels, if they fit, too: its numbers are eager's."""
         facts = None if found[0].facts is self.facts else self.whole_facts()
         if facts is None:
             return found
