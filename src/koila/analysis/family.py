@@ -240,6 +240,7 @@ class _Builder:
         self.inputs = iter(inputs)
         self.nodes: list[fx.Node] = []
         self.numbers: dict[Formula, Number] = {}
+        self.shared: dict[Any, torch.Tensor] = {}
 
     def joint(self, like: Joint, graph: Graph) -> Joint:
         made = fx.Graph()
@@ -298,8 +299,11 @@ class _Builder:
     def _made(self, layout: Any) -> Any:
         if type(layout) is Layout:
             shape, stride = self._filled(layout.shape, self._node), self._filled(layout.stride, self._node)
-            made = torch.empty_strided(shape, stride, dtype=layout.dtype, device="meta")
-            return made if layout.bits == (False, False) else with_bits(made, layout.bits)
+            key = (*shape, None, *stride, layout.dtype, layout.bits)
+            if key not in self.shared:  # Nobody asks which values of a joint graph share their memory.
+                made = torch.empty_strided(shape, stride, dtype=layout.dtype, device="meta")
+                self.shared[key] = made if layout.bits == (False, False) else with_bits(made, layout.bits)
+            return self.shared[key]
         return tuple(map(self._made, layout)) if isinstance(layout, list) else layout
 
 

@@ -73,7 +73,7 @@ def gradients_restored_on_error(tensors: Sequence[torch.Tensor], unless: Unless 
 
 
 MAX_WALK = 10_000
-"""Autograd's nodes that are looked at: PyTorch crashes when a graph of 50,000 that Python has walked through is freed."""
+"""Autograd's nodes that are looked at: PyTorch crashes when 50,000 that Python has walked through are freed."""
 
 
 def leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:

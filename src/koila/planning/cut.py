@@ -14,7 +14,6 @@ from koila import events
 from koila.analysis.program import NotSplittable, Program, without_collection
 from koila.analysis.split import Facts
 from koila.errors import BudgetError
-from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
 from koila.planning.calibration import correction_bytes
 from koila.planning.peak import Projection, project
@@ -49,14 +48,12 @@ class Refused(Exception):
         self.needed_bytes, self.largest, self.recorded = needed_bytes, largest, recorded
 
 
-_searches: Cache[Search] = Cache("search_cache", 32)
-
-
 class Cutter:
-    """The cuts of one job's program."""
+    """The cuts of one job's program; what its searches found on the way goes with it."""
 
     def __init__(self, job: Job, program: Program) -> None:
         self.job, self.program = job, program
+        self._searches: dict[Wanted, Search] = {}
 
     def key(self, wanted: Wanted) -> Hashable:
         """Under which measuring corrects the projections of this program."""
@@ -108,14 +105,12 @@ class Cutter:
         return Refused(needed, projection.largest, projection.recorded)
 
     def _search(self, wanted: Wanted) -> Search:
-        offload = self.job.budget.offload is not None
-        make = lambda: Search(  # noqa: E731
-            self.program.facts(wanted),
-            ALL | {"offload"} if offload else ALL,
-            lambda: self.program.whole_facts(wanted),
-            wanted.streamed,
-        )
-        return _searches.get_or_add((self.program.key, wanted, offload), make)
+        if wanted not in self._searches:
+            levers = ALL if self.job.budget.offload is None else ALL | {"offload"}
+            uncut = lambda: self.program.uncut_facts(wanted)  # noqa: E731
+            whole = lambda: self.program.whole_facts(wanted)  # noqa: E731
+            self._searches[wanted] = Search(self.program.facts(wanted), levers, uncut, whole, wanted.streamed)
+        return self._searches[wanted]
 
     def _cut(self, wanted: Wanted, plan: Plan, facts: Facts, projection: Projection) -> Cut:
         outside = self.outside_bytes(wanted)
@@ -155,8 +150,3 @@ def _illegal(error: Exception) -> NotSplittable:
 def _count(started: float) -> None:
     events.count("plans")
     events.spend("plan_seconds", time.perf_counter() - started)
-
-
-def forget_searches() -> None:
-    """Forget what was found about programs: the rules have changed."""
-    _searches.clear()

@@ -22,7 +22,7 @@ from koila.analysis.split import Facts
 from koila.errors import BudgetError
 from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
-from koila.planning.cut import Cut, Cutter, Refused, forget_searches
+from koila.planning.cut import Cut, Cutter, Refused
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
 from koila.planning.whole_peak import whole_peak
@@ -226,16 +226,18 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
 # The decisions in force.
 
 
-MAX_ITEMS = 200_000
-"""Decisions are kept as long as their plans have fewer items in all."""
+MAX_STEPS = 20_000
+"""Decisions are kept as long as their plans have fewer steps in all; a step takes about two KiB."""
 
 
-def _num_items(decision: Decision) -> int:
-    return 1 if decision.plan is None else len(decision.plan.facts.items)
+def _num_steps(decision: Decision) -> int:
+    # The largest plan alone is kept, too.
+    steps = 0 if decision.plan is None else sum(len(schedule.steps) for schedule in decision.plan.schedules)
+    return min(MAX_STEPS, 1 + steps)
 
 
-_decisions: Cache[Decision] = Cache("decision_cache", MAX_ITEMS, _num_items)
-_forced: Cache[Decision] = Cache("forced_decisions", 256)
+_decisions: Cache[Decision] = Cache("decision_cache", MAX_STEPS, _num_steps)
+_forced: Cache[Decision] = Cache("forced_decisions", MAX_STEPS, _num_steps)
 """Decisions that replaced one that ran out of memory."""
 _tries: Cache[int] = Cache("decision_tries", 256)
 """How often a decision was made that an error of the moment may have caused."""
@@ -293,4 +295,3 @@ def forget_decisions() -> None:
     _decisions.clear()
     _forced.clear()
     _tries.clear()
-    forget_searches()

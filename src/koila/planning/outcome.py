@@ -47,7 +47,7 @@ class Outcome:
     in_float32: bool
 
 
-_known: Cache[Outcome] = Cache("outcome_cache", 16384)
+_known: Cache[Outcome] = Cache("outcome_cache", 4096)
 
 
 _shown: Cache[bool] = Cache("shown_cache", 8192)
@@ -70,7 +70,9 @@ def outcome_of(
     """
     target = operation.target
     overload = isinstance(target, OpOverload)
-    if not (overload or target in HELPERS) or not all(_is_form(leaf) for leaf in leaves(operands)):
+    if not (overload or target in HELPERS or target is chunk_moments) or not all(
+        _is_form(leaf) for leaf in leaves(operands)
+    ):
         return _find(operation, operands, chunk, whole, None)
     key = (operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
     return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole, expected))
