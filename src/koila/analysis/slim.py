@@ -25,10 +25,10 @@ def slim(module: fx.GraphModule) -> None:
         return known.setdefault((type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, bits), leaf)
 
     for node in module.graph.nodes:
-        notes = {name: node.meta[name] for name in ("val", "recorded") if name in node.meta}
-        if "val" in notes:
-            notes["val"] = map_leaves(notes["val"], shared)
-        node.meta = notes
+        for name in [name for name in node.meta if name not in ("val", "recorded")]:
+            del node.meta[name]
+        if "val" in node.meta:
+            node.meta["val"] = map_leaves(node.meta["val"], shared)
     for name in ("_code", "_lineno_map", "_prologue_start"):
         module.__dict__.pop(name, None)
     type(module).forward = _not_run  # Each module has a class of its own.
