@@ -25,8 +25,7 @@ def slim(module: fx.GraphModule) -> None:
         return known.setdefault((type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, bits), leaf)
 
     for node in module.graph.nodes:
-        for name in [name for name in node.meta if name not in ("val", "recorded")]:
-            del node.meta[name]
+        node.meta = {name: note for name, note in node.meta.items() if name in ("val", "recorded")}
         if "val" in node.meta:
             node.meta["val"] = map_leaves(node.meta["val"], shared)
     for name in ("_code", "_lineno_map", "_prologue_start"):
