@@ -25,7 +25,6 @@ def slim(graph: fx.Graph) -> None:
         return known.setdefault((type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, bits), leaf)
 
     for node in graph.nodes:
-        notes = {name: node.meta[name] for name in ("val", "recorded") if name in node.meta}
-        if "val" in notes:
-            notes["val"] = map_leaves(notes["val"], shared)
-        node.meta = notes
+        node.meta = {name: note for name, note in node.meta.items() if name in ("val", "recorded")}
+        if "val" in node.meta:
+            node.meta["val"] = map_leaves(node.meta["val"], shared)
