@@ -19,7 +19,7 @@ from koila.planning.calibration import correction_bytes
 from koila.planning.peak import Projection, project
 from koila.planning.phases import make_layout
 from koila.planning.plan import Plan, make_plan
-from koila.planning.search import ALL, Search, plan_seconds
+from koila.planning.search import ALL, Recipe, Search, plan_seconds
 from koila.planning.whole_peak import OBJECT_BYTES, drawn_bytes, leaf_bytes
 
 
@@ -38,6 +38,8 @@ class Cut:
     """How long it is expected to take; only ratios matter."""
     program: Hashable
     """Under which measuring corrects the projection."""
+    recipe: Recipe | None = None
+    """How a search has made the plan, for other sizes of the program."""
 
 
 class Refused(Exception):
@@ -82,15 +84,22 @@ class Cutter:
         if after > allowed_bytes:
             return None
         started, search = time.perf_counter(), self._search(wanted)
+        recipe = self.job.carried.get(wanted) if self.job.carried is not None else None
         try:
             with without_collection():
-                found = search.find(allowed_bytes - outside, thorough)
+                found = None if recipe is None else search.like(recipe, allowed_bytes - outside)
+                if found is not None:
+                    events.count("plan::carried over")
+                else:
+                    found = search.find(allowed_bytes - outside, thorough)
         except (MemoryError, BudgetError):
             raise
         except Exception as error:
             raise _illegal(error) from error
         _count(started)
-        return None if found is None else self._cut(wanted, found[0], search.facts, found[1])
+        if found is None:
+            return None
+        return replace(self._cut(wanted, found[0], search.facts, found[1]), recipe=search.recipe(found[0]))
 
     def smallest(self, wanted: Wanted) -> Refused:
         """The smallest budget that would do, and what stands in the way."""

@@ -22,9 +22,11 @@ from koila.analysis.split import Facts
 from koila.errors import BudgetError
 from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
+from koila.ir.numbers import structure_of
 from koila.planning.cut import Cut, Cutter, Refused
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
+from koila.planning.search import Recipe
 from koila.planning.whole_peak import whole_peak
 
 How = Literal["whole", "split"]
@@ -60,6 +62,8 @@ class Decision:
     """Whether it stays: one that follows from an error while tracing or planning is made anew a few times."""
     program: Hashable = None
     """Under which measuring corrects its projection."""
+    recipe: Recipe | None = None
+    """How a search made its plan, for other sizes."""
 
     @property
     def projected_bytes(self) -> int | None:
@@ -187,7 +191,7 @@ def _smallest(job: Job, cutter: Cutter) -> Refused:
 def _split(job: Job, cut: Cut, reasons: tuple[str, ...]) -> Decision:
     return Decision(
         "split", cut.wanted, job.budget, job.graph.num_samples, cut.plan, cut.facts, cut.projection, cut.seconds,
-        reasons, program=cut.program,
+        reasons, program=cut.program, recipe=cut.recipe,
     )  # fmt: skip
 
 
@@ -256,13 +260,34 @@ def decision_for(job: Job) -> Decision:
     found = _look_up(_decisions, job)
     if found is None:
         with events.waiting(f"looking for a plan for {len(job.graph.nodes)} calls"):
-            found = decide(job)
+            found = decide(replace(job, carried=_carried(job)))
+        _carry(job, found)
         tries = (_tries.get(job.key) or 0) + 1
         if found.is_final or tries >= _TRIES:
             _store(_decisions, job, found)
         else:
             _tries.add(job.key, tries)
     return found
+
+
+_recipes: Cache[dict[Wanted, Recipe]] = Cache("recipe_cache", 256)
+"""By structure and budget, how the latest plans were made."""
+
+
+def _structure(job: Job) -> Hashable:
+    return structure_of(job.graph), job.demand, job.budget
+
+
+def _carried(job: Job) -> dict[Wanted, Recipe] | None:
+    """What a decision at other sizes tells about this one."""
+    return None if job.budget.allowed_bytes is None else _recipes.get(_structure(job))
+
+
+def _carry(job: Job, decision: Decision) -> None:
+    """Let decisions at other sizes know how this one was made."""
+    if decision.recipe is not None:
+        key = _structure(job)
+        _recipes.add(key, {**(_recipes.get(key) or {}), decision.wanted: decision.recipe})
 
 
 def _look_up(cache: Cache[Decision], job: Job) -> Decision | None:
@@ -295,3 +320,4 @@ def forget_decisions() -> None:
     _decisions.clear()
     _forced.clear()
     _tries.clear()
+    _recipes.clear()

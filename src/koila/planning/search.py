@@ -10,7 +10,7 @@ sizes are powers of two and even parts, values between phases are given up by qu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from koila import events
@@ -121,6 +121,17 @@ _AGAIN = 6
 """How many times the items of a program a plan may compute."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a plan was made, in terms that hold at other sizes."""
+
+    level: int
+    """How much is kept between phases; see `KEEPING`. -1: all of it, in a file."""
+    chunk_size: int
+    is_uncut: bool = False
+    """Whether nothing is cut along the batch."""
+
+
 class Search:
     """The plans of one program, made when they are needed; all of it is forgotten once a decision is made.
 
@@ -178,6 +189,28 @@ class Search:
             smallest = self.smallest()[1]
             raise refusal(smallest.peak_bytes, allowed, smallest.largest)
         return found
+
+    def recipe(self, plan: Plan) -> Recipe:
+        """How a plan of this search was made."""
+        if plan.facts is not self.facts:
+            return Recipe(0, plan.chunk_size, is_uncut=True)
+        level = next((number for number, layout in enumerate(self._layouts) if layout is plan.layout), 0)
+        return Recipe(-1 if plan.offloaded else level, plan.chunk_size)
+
+    def like(self, recipe: Recipe, allowed: int) -> Found | None:
+        """The plan that a recipe from another size makes of this program, if it fits; chunks may be larger."""
+        self._charged.clear()
+        if recipe.is_uncut:
+            return self._shrunk(allowed)
+        if recipe.level not in self._levels:
+            return None
+        place = next((n for n, size in enumerate(self.sizes) if size <= recipe.chunk_size), len(self.sizes) - 1)
+        found = self.plain(recipe.level, self.sizes[place])
+        larger = self._guess(recipe.level, place, allowed)
+        if self.sizes[larger] >= 2 * self.sizes[place]:
+            other = self.plain(recipe.level, self.sizes[larger])
+            found = other if other[1].peak_bytes <= allowed else found
+        return found if found[1].peak_bytes <= allowed else self._fit(found[0], allowed)
 
     def find(self, allowed: int, thorough: bool = True) -> Found | None:
         """The same, or None. A thorough search looks for the smallest plan before it gives up, which takes longer."""
