@@ -25,7 +25,7 @@ _DEGREES = ((1, 64), (2, 12), (3, 5))
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """factor · product of symbols + summand; for floats also divided by a whole number, or factor · (…)^power."""
+    """factor · product of symbols + summand, divided by a whole number; or factor · (product + summand)^power."""
 
     symbols: tuple[int, ...]
     factor: Number = 1
@@ -41,6 +41,8 @@ class Formula:
         if self.power == 1.0:
             found = self.factor * product + self.summand
             return found if self.divisor == 1 else found / self.divisor
+        if self.power == -1.0:
+            return self.factor / (self.divisor * (product + self.summand))
         return self.factor * float(product + self.summand) ** self.power
 
 
@@ -149,6 +151,13 @@ class Formulas:
                         formula = Formula(symbols, factor, summand, power)
                         if all(_gives(formula, p, value) for p, value in zip(product, values, strict=True)):
                             return formula
+        for product, symbols in self._products if values[0] else ():
+            for factor, summand in ((f, s) for f in (1, -1, 2, -2) for s in (0, 1, -1)):
+                first = values[0] * (product[0] + summand)
+                formula = Formula(symbols, factor, summand, -1.0, round(factor / first) if first else 0)
+                pairs = zip(product, values, strict=True)
+                if formula.divisor > 0 and all(_gives(formula, p, value) for p, value in pairs):
+                    return formula
         for product, symbols in self._products:
             divisor = round(product[0] / values[0]) if values[0] else 0
             if abs(divisor) > 1 and all(p / divisor == v for v, p in zip(values, product, strict=True)):
