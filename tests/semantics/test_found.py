@@ -266,3 +266,81 @@ def test_a_hook_after_something_else_was_read_of_the_same_program() -> None:
         return value, weight.grad, seen
 
     same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("columns", [slice(1), slice(1, 2), slice(-1, None)], ids=str)
+def test_an_operator_that_reads_what_it_overwrites(columns: slice) -> None:
+    def program(lazy: Lazy) -> Any:
+        base = lazy(randn(7, 4)).clone()
+        part = base[:, columns]
+        half = part * 0.5
+        base -= part
+        return half, base
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S3")
+def test_eager_refuses_an_operator_that_reads_what_it_overwrites() -> None:
+    def program(lazy: Lazy) -> Any:
+        base = lazy(randn(7, 4)).clone()
+        base[1:] += base[:-1]
+        return base
+
+    for size in SIZES:
+        scope = koila.budget(chunk_size=size) if size else koila.budget("1GiB")
+        with scope, pytest.raises(RuntimeError, match="refer to a single memory location"):
+            outcome(program, koila.lazy)
+        recorder.forget()
+
+
+@pytest.mark.semantics("S3")
+def test_an_operator_that_reads_beside_what_it_overwrites_is_cut() -> None:
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(8, 4).requires_grad_()
+        base = lazy(leaf).clone()
+        base[:, 0] += base[:, 1]
+        base[:, 2:] += base[:, :2]
+        base[:, ::2] -= base[:, 1::2]
+        base += base
+        base.square().sum().backward()
+        return leaf.grad
+
+    koila.metrics.reset()
+    same_as_eager(program, chunks=(1, 3))
+    assert not [name for name in koila.metrics.counter_names() if name.startswith("fallback")]
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("change", [torch.Tensor.squeeze_, lambda value: value.transpose_(0, 1)], ids=["one", "two"])
+def test_a_view_is_used_after_the_shape_of_its_base_was_changed(change: Any) -> None:
+    def variance(value: torch.Tensor) -> torch.Tensor:
+        base = value.clone()
+        view = base.select(-1, 0)
+        change(base)
+        return view.var(correction=0)
+
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(7, 1).requires_grad_()
+        variance(lazy(leaf)).backward()
+        return leaf.grad
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
+def test_a_base_is_used_after_the_shape_of_its_view_was_changed() -> None:
+    def squares(value: torch.Tensor) -> torch.Tensor:
+        base = value.clone()
+        view = base[:, 1:3]
+        view.transpose_(0, 1)
+        view[0] *= 2
+        return base.square().mean(1)
+
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(7, 4).requires_grad_()
+        squares(lazy(leaf)).sum().backward()
+        return leaf.grad
+
+    same_as_eager(program, chunks=(1, 3))

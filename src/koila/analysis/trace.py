@@ -34,6 +34,7 @@ from koila._torch import (
 )
 from koila.analysis.decompositions import decompositions
 from koila.analysis.decompositions.checks import CheckedFunctions, check_in_kernel
+from koila.analysis.overlaps import check_overlaps
 from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
 from koila.errors import AnalysisError
@@ -100,6 +101,8 @@ class Joint:
     """(node, position, value) of slots that could not be found again: the graph holds for these values only."""
     completed: tuple[int, ...] = ()
     """The leaves of `wrt` in the order in which autograd completes their gradients: the order of hooks on them."""
+    shares_memory: bool = False
+    """Whether a call writes beside what it reads in the same memory: at other sizes it may be the same elements."""
 
     def pinned_in(self, graph: Graph) -> tuple[float, ...]:
         """The numbers that a graph of this structure has in the places of the pinned ones."""
@@ -313,6 +316,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False, plain: frozen
         fakes = [_fake(mode, prepass) for _, prepass in pairs]
         with torch.enable_grad(), mode, CheckedFunctions():
             module = make_fx(program, table)(*fakes)
+        shares_memory = check_overlaps(module.graph)
         if any(_is_mutable(node) for node in module.graph.nodes):
             module = _functionalise(module, fakes, mode, table)
     _check_inputs(module, fakes)
@@ -329,7 +333,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False, plain: frozen
     completed = tuple(dict.fromkeys(program.completed))
     names = (str(node.target) for node in module.graph.nodes if node.op == "get_attr")
     traced = Traced(module.graph, {name: getattr(module, name) for name in names})
-    return Joint(traced, inputs, len(graph.outputs), demand.wrt, written, pinned, completed)
+    return Joint(traced, inputs, len(graph.outputs), demand.wrt, written, pinned, completed, shares_memory)
 
 
 def _is_mutable(node: fx.Node) -> bool:
