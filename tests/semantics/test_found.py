@@ -344,3 +344,40 @@ def test_a_base_is_used_after_the_shape_of_its_view_was_changed() -> None:
         return leaf.grad
 
     same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("start", [None, 0, 4])
+@pytest.mark.parametrize("rows", [7, 1])
+def test_strides_through_the_memory_of_a_base(rows: int, start: int | None) -> None:
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(7, 3, 3).requires_grad_()
+        base = lazy(leaf) * 1.5
+        view = base.select(-1, 1)
+        strided = view.as_strided((rows, 2), (9, 3), start)
+        result = (strided * 0.5).sum(0)
+        (base.sum() + result.square().sum()).backward()
+        return result, leaf.grad
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S3")
+def test_a_write_through_strides_in_the_memory_of_a_base() -> None:
+    def program(lazy: Lazy) -> Any:
+        base = lazy(randn(7, 3, 3)) * 1.5
+        view = base.select(-1, 1)
+        view.as_strided((7, 2), (9, 3)).mul_(2)
+        return base.sum(0), view * 2
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S3")
+def test_strides_through_what_an_input_was_transposed_to() -> None:
+    def program(lazy: Lazy) -> Any:
+        whole = lazy(randn(4, 7).T)
+        same = whole.view_as(whole) + 0
+        return same.as_strided((7, 2), (1, 7)) * 2, same.as_strided((7, 2), (1, 7), 7) * 2
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)

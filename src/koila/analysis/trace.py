@@ -32,6 +32,7 @@ from koila._torch import (
     schema_of,
     without_saved_tensors_hooks,
 )
+from koila.analysis.addressing import address_from_bases
 from koila.analysis.decompositions import decompositions
 from koila.analysis.decompositions.checks import CheckedFunctions, check_in_kernel
 from koila.analysis.overlaps import check_overlaps
@@ -321,6 +322,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False, plain: frozen
             module = _functionalise(module, fakes, mode, table)
     _check_inputs(module, fakes)
     _simplify(module)
+    address_from_bases(module.graph)
     if not whole_norms:
         simplify_losses(module.graph)
     positions = [Input("leaf", number) for number in graph.counting]
