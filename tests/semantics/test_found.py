@@ -381,3 +381,76 @@ def test_strides_through_what_an_input_was_transposed_to() -> None:
         return same.as_strided((7, 2), (1, 7)) * 2, same.as_strided((7, 2), (1, 7), 7) * 2
 
     same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S5")
+def test_a_view_of_what_was_detached_stays_outside_of_the_graph() -> None:
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(7, 4).requires_grad_()
+        value = lazy(leaf) * 1.5
+        detached = value.detach()
+        view = detached.movedim(0, -1)
+        value -= detached
+        known = [each.requires_grad for each in (value, detached, view, view + 1)]
+        return known, view, value
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S5")
+def test_a_write_to_what_was_detached_leaves_the_original_outside_of_the_graph() -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = randn(4).requires_grad_()
+        value = lazy(randn(7, 4)) * 1.5
+        other, detached = value[0], value.detach()
+        view = detached[:, 1:]
+        detached.mul_(weight)
+        known = [each.requires_grad for each in (value, other, detached, view, value + 1, view + 1)]
+        view.sum().backward()
+        return known, value, weight.grad
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S5")
+def test_a_view_that_was_made_before_its_base_became_a_leaf() -> None:
+    def program(lazy: Lazy) -> Any:
+        base = (lazy(randn(7, 4)) * 1.5).detach()
+        view = base[0]
+        base.requires_grad_()
+        return [each.requires_grad for each in (base, view, view * 2, base * 2)], view
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S11")
+def test_the_gradient_of_a_linear_function_cannot_be_differentiated_again() -> None:
+    def program(lazy: Lazy) -> Any:
+        layer, weight = nn.Linear(4, 2).double(), randn(3).requires_grad_()
+        batch = lazy(randn(7, 4))
+        (linear,) = torch.autograd.grad(layer(batch).sum(), layer.weight, create_graph=True)
+        (square,) = torch.autograd.grad(layer(batch).square().sum(), layer.weight, create_graph=True)
+        (scaled,) = torch.autograd.grad(layer(batch).sum(), layer.weight, create_graph=True, grad_outputs=weight.sum())
+        loss = linear.sum() * batch.sum()
+        known = [each.requires_grad for each in (linear, square, scaled, loss)]
+        (square.mean() + scaled.mean()).backward()
+        return known, loss, layer.weight.grad, weight.grad
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S11")
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_gradient_through_what_was_read_and_beside_it(create_graph: bool) -> None:
+    def program(lazy: Lazy) -> Any:
+        layer = nn.Linear(4, 2).double()
+        rows = layer(lazy(randn(7, 4)))
+        value = rows.sum().item()
+        scale = lazy(randn(7)).sum()
+        loss = rows.square().sum() + layer.weight.square().sum() * scale
+        (found,) = torch.autograd.grad(loss, layer.weight, create_graph=create_graph)
+        if create_graph:
+            found.square().sum().backward()
+        return value, found.requires_grad, found.detach(), layer.weight.grad
+
+    same_as_eager(program, chunks=(1, 3))
