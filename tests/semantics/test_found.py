@@ -454,3 +454,22 @@ def test_a_gradient_through_what_was_read_and_beside_it(create_graph: bool) -> N
         return value, found.requires_grad, found.detach(), layer.weight.grad
 
     same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S2")
+def test_statistics_wait_while_a_program_with_a_constant_is_traced() -> None:
+    def program(lazy: Lazy) -> Any:
+        norm = nn.BatchNorm1d(4).double()
+        value = lazy(randn(7, 4)).sigmoid()
+        value[1:] = 0.25
+        result = norm(value)
+        loss = result.square().mean() + value.amax()
+        if isinstance(loss, koila.LazyTensor):
+            koila.plan(loss)
+            koila.metrics.reset()
+        loss.backward()
+        if isinstance(loss, koila.LazyTensor):
+            assert koila.metrics.counter_value("runs") == 1
+        return result, loss, norm.weight.grad, norm.running_mean, norm.running_var, norm.num_batches_tracked
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)

@@ -38,6 +38,7 @@ from koila.analysis.decompositions.checks import CheckedFunctions, check_in_kern
 from koila.analysis.overlaps import check_overlaps
 from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
+from koila.capture.pending import recorder
 from koila.errors import AnalysisError
 from koila.ir.dtypes import is_refused
 from koila.ir.graph import Graph
@@ -313,7 +314,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False, plain: frozen
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     program = _Program(graph, demand, inputs, written, plain)
     # Whoever asks for a value may be in inference mode, or below the dispatch keys that tracing needs.
-    with torch.inference_mode(False), ordinary_dispatch(), without_saved_tensors_hooks():
+    with torch.inference_mode(False), ordinary_dispatch(), without_saved_tensors_hooks(), recorder.tracing():
         fakes = [_fake(mode, prepass) for _, prepass in pairs]
         with torch.enable_grad(), mode, CheckedFunctions():
             module = make_fx(program, table)(*fakes)
