@@ -330,6 +330,23 @@ def test_a_view_is_used_after_the_shape_of_its_base_was_changed(change: Any) -> 
 
 
 @pytest.mark.semantics("S3")
+def test_a_view_is_given_after_the_shape_of_its_base_was_changed() -> None:
+    def rows(value: torch.Tensor) -> torch.Tensor:
+        base = value * 1.5
+        view = base.select(-1, 0)
+        base.squeeze_()
+        return view
+
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(7, 1).requires_grad_()
+        rows(lazy(leaf)).backward(torch.arange(7, dtype=torch.float64))
+        found = rows(lazy(leaf))
+        return leaf.grad, found.detach().tolist(), rows(lazy(leaf)).sum().item()
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
 def test_a_base_is_used_after_the_shape_of_its_view_was_changed() -> None:
     def squares(value: torch.Tensor) -> torch.Tensor:
         base = value.clone()

@@ -81,7 +81,8 @@ class Evaluation:
                 for operand in (node.operands[index] for index in node.inference.reshapes):
                     if isinstance(operand, Value):
                         changed.setdefault(operand.storage, []).append((position, operand))
-        return any(value.storage in changed for value in self.derived)
+        given = (self._is_older(value, changed.get(value.storage, ())) for value in self.graph.outputs)
+        return any(given) or any(value.storage in changed for value in self.derived)
 
     def _is_older(self, value: Value, changes: Iterable[tuple[int, Value]]) -> bool:
         """Whether one of these changes to other values of its memory came after a value was made."""
