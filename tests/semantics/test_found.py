@@ -490,3 +490,18 @@ def test_statistics_wait_while_a_program_with_a_constant_is_traced() -> None:
         return result, loss, norm.weight.grad, norm.running_mean, norm.running_var, norm.num_batches_tracked
 
     same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S3")
+def test_a_write_to_a_base_that_was_read_reaches_its_views() -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = randn(4).requires_grad_()
+        base = lazy(randn(7, 4)) * 1.5
+        view, detached = base[:, 1:], base.detach()
+        values = [each.sum().item() for each in (base, view, detached)]
+        base.mul_(weight)
+        known = [each.requires_grad for each in (base, view, detached, view * 2, detached * 2)]
+        (view * 2).sum().backward()
+        return values, known, weight.grad
+
+    same_as_eager(program, chunks=(1, 3))

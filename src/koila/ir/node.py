@@ -92,6 +92,8 @@ class Value:
 
     @property
     def requires_grad(self) -> bool:
+        if self.real is not None:  # A write to a tensor that it is a view of may have changed it.
+            return self.real.requires_grad
         return self.prepass.requires_grad or self.family in self.storage.with_grad
 
     @property

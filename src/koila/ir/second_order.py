@@ -22,9 +22,15 @@ from koila.ir.replay import replay
 _known: Cache[tuple[bool, ...]] = Cache("second_order_cache", 1024)
 """By program and inputs, which gradients require grad."""
 
+MAX_WALK = 10_000
+"""Autograd's nodes that are looked at: PyTorch crashes when it frees a graph of 50,000 that Python has walked through."""
+
 
 def goes_behind(graph: Graph, inputs: Sequence[Value | torch.Tensor]) -> bool:
-    """Whether gradients reach one of the inputs through what a real tensor was made from, outside of the program."""
+    """Whether gradients reach one of the inputs through what a real tensor was made from, outside of the program.
+
+    Then they are those of PyTorch's own graph. So they are if that is too long to be looked through.
+    """
     histories = [leaf.grad_fn for leaf in graph.leaves if leaf.grad_fn is not None]
     if not histories:
         return False
@@ -37,7 +43,7 @@ def goes_behind(graph: Graph, inputs: Sequence[Value | torch.Tensor]) -> bool:
         node = pending.pop()
         if node is None or node in seen:
             continue
-        if node in nodes or id(getattr(node, "variable", None)) in wanted:
+        if node in nodes or id(getattr(node, "variable", None)) in wanted or len(seen) >= MAX_WALK:
             return True
         seen.add(node)
         pending += [following for following, _ in node.next_functions]
