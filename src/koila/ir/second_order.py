@@ -23,7 +23,7 @@ _known: Cache[tuple[bool, ...]] = Cache("second_order_cache", 1024)
 """By program and inputs, which gradients require grad."""
 
 MAX_WALK = 10_000
-"""Autograd's nodes that are looked at: PyTorch crashes when it frees a graph of 50,000 that Python has walked through."""
+"""Autograd's nodes that are looked at: PyTorch crashes when a graph of 50,000 is freed that Python has walked."""
 
 
 def goes_behind(graph: Graph, inputs: Sequence[Value | torch.Tensor]) -> bool:
