@@ -240,6 +240,7 @@ class _Builder:
         self.inputs = iter(inputs)
         self.nodes: list[fx.Node] = []
         self.numbers: dict[Formula, Number] = {}
+        self.shared: dict[Any, torch.Tensor] = {}
 
     def joint(self, like: Joint, graph: Graph) -> Joint:
         made = fx.Graph()
@@ -250,7 +251,8 @@ class _Builder:
             if node.op != "output":
                 node.meta["val"] = value = self._value(node, template)
                 _check_small(value, template.node.meta.get("val"))
-                _check_slice(node)
+                if _takes_everything(node) and not _takes_everything(template.node):
+                    raise NoFormula("a slice takes everything")  # It would not stand in a trace.
             if "recorded" in template.node.meta:
                 node.meta["recorded"] = template.node.meta["recorded"]
             self.nodes.append(node)
@@ -297,8 +299,11 @@ class _Builder:
     def _made(self, layout: Any) -> Any:
         if type(layout) is Layout:
             shape, stride = self._filled(layout.shape, self._node), self._filled(layout.stride, self._node)
-            made = torch.empty_strided(shape, stride, dtype=layout.dtype, device="meta")
-            return made if layout.bits == (False, False) else with_bits(made, layout.bits)
+            key = (*shape, None, *stride, layout.dtype, layout.bits)
+            if key not in self.shared:  # Nobody asks which values of a joint graph share their memory.
+                made = torch.empty_strided(shape, stride, dtype=layout.dtype, device="meta")
+                self.shared[key] = made if layout.bits == (False, False) else with_bits(made, layout.bits)
+            return self.shared[key]
         return tuple(map(self._made, layout)) if isinstance(layout, list) else layout
 
 
@@ -345,12 +350,11 @@ def _check_small(value: Any, like: Any) -> None:
             raise NoFormula("a size is smaller than two")
 
 
-def _check_slice(node: fx.Node) -> None:
-    """A slice of all of a tensor does not stand in a trace."""
-    if node.target is aten.slice.Tensor:
-        source: Any = node.args[0]
-        if source.meta["val"].shape == node.meta["val"].shape:
-            raise NoFormula("a slice takes everything")
+def _takes_everything(node: fx.Node) -> bool:
+    if node.target is not aten.slice.Tensor:
+        return False
+    source: Any = node.args[0]
+    return bool(source.meta["val"].shape == node.meta["val"].shape)
 
 
 def _check_results(output: fx.Node, like: Joint, graph: Graph) -> None:

@@ -87,6 +87,15 @@ class Formulas:
                 self._add(columns[place])
         self.symbols = tuple(found)
         """The places of the numbers that vary by themselves."""
+        self._shifted: list[Formula] = []
+        """Symbols plus or minus something, as they are recorded: `B * (T + 1)` is a product of one."""
+        own = [(symbol,) for symbol in range(len(found))]
+        for column in dict.fromkeys(columns[place] for place in varying if _is_whole(columns[place])):
+            formula = self.formula(column)
+            is_shifted = formula is not None and formula.factor == 1 and formula.summand and formula.divisor == 1
+            if formula is not None and is_shifted and formula.power == 1.0 and formula.symbols in own:
+                self._shifted.append(formula)
+                self._add(column)
         for place in varying:
             formula = self.formula(columns[place])
             assert formula is not None
@@ -147,7 +156,7 @@ class Formulas:
         return None
 
     def values_for(self, numbers: Values) -> Values:
-        """What the symbols are in a new program.
+        """What the symbols are in a new program, and the shifted ones after them.
 
         Raises:
             NoFormula: One of its numbers is not as the formulas say.
@@ -157,6 +166,7 @@ class Formulas:
             raise NoFormula("a size is smaller than two")
         if any(numbers[place] != value for place, value in self._fixed):
             raise NoFormula("a number that was the same in all traces is another")
+        values = (*values, *(formula(values) for formula in self._shifted))
         if any(numbers[place] != formula(values) for place, formula in self._changing):
             raise NoFormula("a number is not as its formula says")
         return values

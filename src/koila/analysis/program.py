@@ -34,12 +34,13 @@ class NotSplittable(Exception):
         """Whether that is so for good: an error while tracing or planning may be of the moment."""
 
 
-MAX_NODES = 100_000
+MAX_NODES = 20_000
 """Joint graphs are kept as long as they have fewer nodes in all; a node takes about two KiB."""
 
 
 def _num_nodes(found: Joint | str) -> int:
-    return 1 if isinstance(found, str) else len(found.module.graph.nodes)
+    # The largest program alone is kept, too.
+    return 1 if isinstance(found, str) else min(MAX_NODES, len(found.module.graph.nodes))
 
 
 _joints: Cache[Joint | str] = Cache("trace_cache", MAX_NODES, _num_nodes)
@@ -85,10 +86,14 @@ class Program:
         batches = self.graph.batches if self.num_samples > 1 else {}
         return analyse(self.joint, batches, self.num_samples, self.results(wanted))
 
+    def uncut_facts(self, wanted: Wanted) -> Facts:
+        """The program with nothing cut along the batch."""
+        return analyse(self.joint, {}, self.num_samples, self.results(wanted))
+
     def whole_facts(self, wanted: Wanted) -> Facts | None:
-        """The program as it is, with the kernels of eager: nothing is cut along the batch."""
+        """The same with the kernels of eager; this traces the program again."""
         joint = _traced((*self.key, "whole norms"), lambda: _found(self.graph, self.demand, whole_norms=True))
-        if isinstance(joint, str):  # The cut program is there anyway.
+        if isinstance(joint, str):  # The uncut program is there anyway.
             events.count("plan::no whole trace")
             return None
         if not set(joint.pinned) <= set(self.joint.pinned):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import lcm
 from typing import Any
 
@@ -273,11 +274,17 @@ def describe_call(node: fx.Node, type_of: Callable[[fx.Node], Any], num_samples:
 def arguments_by_name(node: fx.Node) -> dict[str, Any]:
     """All arguments of an operator's schema by name, defaults filled in."""
     assert isinstance(node.target, OpOverload)
-    schema = schema_of(node.target).arguments
-    found = {argument.name: argument.default_value if argument.has_default_value() else None for argument in schema}
-    found.update(zip((argument.name for argument in schema), node.args, strict=False))
+    found = dict(_defaults(node.target))
+    found.update(zip(found, node.args, strict=False))
     found.update(node.kwargs)
     return found
+
+
+@cache
+def _defaults(target: OpOverload) -> dict[str, Any]:
+    """The arguments of an operator by name, with their default values."""
+    schema = schema_of(target).arguments
+    return {argument.name: argument.default_value if argument.has_default_value() else None for argument in schema}
 
 
 def _node_leaves(node: fx.Node) -> list[fx.Node]:

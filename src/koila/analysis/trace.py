@@ -23,21 +23,21 @@ from koila import events
 from koila._torch import (
     FakeTensor,
     FakeTensorMode,
-    OpOverload,
     TorchDispatchMode,
     get_proxy_mode,
     graph_root,
     make_fx,
     ordinary_dispatch,
-    schema_of,
     without_saved_tensors_hooks,
 )
 from koila.analysis.addressing import address_from_bases
 from koila.analysis.decompositions import decompositions
 from koila.analysis.decompositions.checks import CheckedFunctions, check_in_kernel
+from koila.analysis.functional import is_mutable, without_writes
 from koila.analysis.overlaps import check_overlaps
 from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
+from koila.analysis.slim import slim
 from koila.capture.pending import recorder
 from koila.errors import AnalysisError
 from koila.ir.dtypes import is_refused
@@ -319,7 +319,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False, plain: frozen
         with torch.enable_grad(), mode, CheckedFunctions():
             module = make_fx(program, table)(*fakes)
         shares_memory = check_overlaps(module.graph)
-        if any(_is_mutable(node) for node in module.graph.nodes):
+        if any(map(is_mutable, module.graph.nodes)) and not without_writes(module, mode, table):
             module = _functionalise(module, fakes, mode, table)
     _check_inputs(module, fakes)
     _simplify(module)
@@ -334,13 +334,10 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False, plain: frozen
         return trace(graph, demand, whole_norms, plain | spoiled)
     events.count("traces")
     completed = tuple(dict.fromkeys(program.completed))
+    slim(module.graph)
     names = (str(node.target) for node in module.graph.nodes if node.op == "get_attr")
     traced = Traced(module.graph, {name: getattr(module, name) for name in names})
     return Joint(traced, inputs, len(graph.outputs), demand.wrt, written, pinned, completed, shares_memory)
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def _functionalise(
@@ -409,7 +406,7 @@ _LIARS = {aten.native_batch_norm.default, aten._native_batch_norm_legit.default}
 
 def _check_functional(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
-        if _is_mutable(node) or (node.target in _LIARS and node.args[5]):
+        if is_mutable(node) or (node.target in _LIARS and node.args[5]):
             raise AnalysisError(f"the traced graph writes in place: {node.target}")
         if node.op == "get_attr" and not isinstance(node.target, str):
             raise AnalysisError(f"the traced graph holds {node.target}")

@@ -72,12 +72,16 @@ def gradients_restored_on_error(tensors: Sequence[torch.Tensor], unless: Unless 
         raise
 
 
+MAX_WALK = 10_000
+"""Autograd's nodes that are looked at: PyTorch crashes when 50,000 that Python has walked through are freed."""
+
+
 def leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors whose .grad a backward from the roots may change."""
     found: dict[int, torch.Tensor] = {}
     pending: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[Any] = set()
-    while pending:
+    while pending and len(seen) < MAX_WALK:
         node = pending.pop()
         if node in seen:
             continue

@@ -34,7 +34,7 @@ from koila._torch import (
 from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
 from koila.ir.dtypes import is_refused
-from koila.ir.node import Value
+from koila.ir.node import Value, function_name
 from koila.ir.owned import OwnedCall
 from koila.ir.prepass import QUANTISED, Draw, Inference, Output, PrePass, prepass_of, with_bits
 from koila.ir.tree import leaves, map_leaves
@@ -174,6 +174,8 @@ def _operand_fake(operand: Value | torch.Tensor, device: torch.device | None) ->
 
 
 META = torch.device("meta")
+SLOW_ON_META = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""Functions that are one operator on the CPU and one for every position on meta tensors."""
 
 
 def infer(
@@ -292,7 +294,7 @@ def infer_call(
         operands: All tensors among the arguments.
     """
     devices = {(operand.prepass if isinstance(operand, Value) else operand).device for operand in operands}
-    if structure is None or len(devices) != 1 or isinstance(func, OwnedCall):
+    if structure is None or len(devices) != 1 or isinstance(func, OwnedCall) or function_name(func) in SLOW_ON_META:
         return infer(func, args, kwargs, operands)
     device = devices.pop()
     alike = _alike.get(structure)

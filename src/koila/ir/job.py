@@ -77,6 +77,9 @@ class Job:
     previous: Any = None
     """The decision in force for this program, to be carried over or improved."""
 
+    carried: Any = None
+    """How plans of this structure were made at other sizes, by what they compute: they are tried first."""
+
     @property
     def whole_graph(self) -> Graph:
         """What an unsplit run executes."""

@@ -35,13 +35,19 @@ def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 def leaves(tree: Any) -> Iterator[Any]:
     """The leaves, in order."""
+    found: list[Any] = []
+    _collect(tree, found)
+    return iter(found)
+
+
+def _collect(tree: Any, found: list[Any]) -> None:
     if isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from leaves(item)
+            _collect(item, found)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from leaves(item)
+            _collect(item, found)
     elif isinstance(tree, slice):
-        yield from leaves((tree.start, tree.stop, tree.step))
+        found += (tree.start, tree.stop, tree.step)
     else:
-        yield tree
+        found.append(tree)

@@ -25,6 +25,7 @@ from koila.planning.catalogue import (
     chunk_shape,
     is_plain_sum,
     needs_contiguous,
+    result_shapes,
 )
 from koila.planning.cost import VIEW_SECONDS
 from koila.planning.forms import Drawn, Form, forms_of
@@ -126,7 +127,8 @@ class _Builder:
         operands = [self._operand(operand, operation.target) for operand in item.operands]
         if operation.target is operator.getitem:
             return self._part(operands[0], int(operation.args[1]))
-        return self._call(operation, operands, item.node.meta.get("val"), item.node.meta.get("recorded"))
+        whole, recorded = item.node.meta.get("val"), item.node.meta.get("recorded")
+        return self._call(operation, operands, whole, recorded, result_shapes(item, self.chunk))
 
     def _slice(self, item: Item, whole: Item) -> _Value:
         args = (Ref(0), item.type, Bound.START, Bound.STOP, self.num_samples)
@@ -168,12 +170,14 @@ class _Builder:
     def _number(self) -> int:
         return len(self.inputs) + len(self.steps)
 
-    def _call(self, operation: Operation, given: list[_Value], whole: Any = None, recorded: Any = None) -> _Value:
+    def _call(
+        self, operation: Operation, given: list[_Value], whole: Any = None, recorded: Any = None, shapes: Any = None
+    ) -> _Value:  # fmt: skip
         """A step that calls an operator on some operands."""
         operands = list({given[ref].number: given[ref] for ref in operation.refs}.values())
         positions = {value.number: position for position, value in enumerate(operands)}
         operation = operation.renumbered([positions.get(value.number, 0) for value in given])
-        outcome = outcome_of(operation, [value.form for value in operands], self.chunk or 0, whole)
+        outcome = outcome_of(operation, [value.form for value in operands], self.chunk or 0, whole, shapes)
         value = _result(self._number(), outcome, operands)
         self.steps.append(_step(operation, outcome, value, operands, recorded))
         return value

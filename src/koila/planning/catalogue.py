@@ -156,6 +156,23 @@ def chunk_shape(item: Item, chunk: int) -> tuple[int, ...]:
     return kind.shape(shape, chunk) if isinstance(kind, Sliced) else shape
 
 
+def result_shapes(item: Item, chunk: int | None) -> tuple[tuple[int, ...], ...] | None:
+    """The shapes of an item's results as its types have them; None if one of them is none of a whole or a slice."""
+    value = item.node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    kinds = item.type if isinstance(item.type, tuple) else (item.type,) * len(values)
+    if len(kinds) != len(values) or not all(isinstance(each, torch.Tensor) for each in values):
+        return None
+    if item.kind != "chunk" or chunk is None:
+        return tuple(tuple(each.shape) for each in values)
+    found = [
+        kind.shape(tuple(each.shape), chunk)
+        for each, kind in zip(values, kinds, strict=True)
+        if isinstance(kind, Sliced)
+    ]
+    return tuple(found) if len(found) == len(values) else None
+
+
 def first_type(item: Item) -> Any:
     """The split type of an item's first result."""
     return item.type[0] if isinstance(item.type, tuple) else item.type

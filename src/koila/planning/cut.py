@@ -14,13 +14,12 @@ from koila import events
 from koila.analysis.program import NotSplittable, Program, without_collection
 from koila.analysis.split import Facts
 from koila.errors import BudgetError
-from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
 from koila.planning.calibration import correction_bytes
 from koila.planning.peak import Projection, project
 from koila.planning.phases import make_layout
 from koila.planning.plan import Plan, make_plan
-from koila.planning.search import ALL, Search, plan_seconds
+from koila.planning.search import ALL, Recipe, Search, plan_seconds
 from koila.planning.whole_peak import OBJECT_BYTES, drawn_bytes, leaf_bytes
 
 
@@ -39,6 +38,8 @@ class Cut:
     """How long it is expected to take; only ratios matter."""
     program: Hashable
     """Under which measuring corrects the projection."""
+    recipe: Recipe | None = None
+    """How a search has made the plan, for other sizes of the program."""
 
 
 class Refused(Exception):
@@ -49,14 +50,12 @@ class Refused(Exception):
         self.needed_bytes, self.largest, self.recorded = needed_bytes, largest, recorded
 
 
-_searches: Cache[Search] = Cache("search_cache", 32)
-
-
 class Cutter:
-    """The cuts of one job's program."""
+    """The cuts of one job's program; what its searches found on the way goes with it."""
 
     def __init__(self, job: Job, program: Program) -> None:
         self.job, self.program = job, program
+        self._searches: dict[Wanted, Search] = {}
 
     def key(self, wanted: Wanted) -> Hashable:
         """Under which measuring corrects the projections of this program."""
@@ -85,15 +84,22 @@ class Cutter:
         if after > allowed_bytes:
             return None
         started, search = time.perf_counter(), self._search(wanted)
+        recipe = self.job.carried.get(wanted) if self.job.carried is not None else None
         try:
             with without_collection():
-                found = search.find(allowed_bytes - outside, thorough)
+                found = None if recipe is None else search.like(recipe, allowed_bytes - outside)
+                if found is not None:
+                    events.count("plan::carried over")
+                else:
+                    found = search.find(allowed_bytes - outside, thorough)
         except (MemoryError, BudgetError):
             raise
         except Exception as error:
             raise _illegal(error) from error
         _count(started)
-        return None if found is None else self._cut(wanted, found[0], search.facts, found[1])
+        if found is None:
+            return None
+        return replace(self._cut(wanted, found[0], search.facts, found[1]), recipe=search.recipe(found[0]))
 
     def smallest(self, wanted: Wanted) -> Refused:
         """The smallest budget that would do, and what stands in the way."""
@@ -108,14 +114,12 @@ class Cutter:
         return Refused(needed, projection.largest, projection.recorded)
 
     def _search(self, wanted: Wanted) -> Search:
-        offload = self.job.budget.offload is not None
-        make = lambda: Search(  # noqa: E731
-            self.program.facts(wanted),
-            ALL | {"offload"} if offload else ALL,
-            lambda: self.program.whole_facts(wanted),
-            wanted.streamed,
-        )
-        return _searches.get_or_add((self.program.key, wanted, offload), make)
+        if wanted not in self._searches:
+            levers = ALL if self.job.budget.offload is None else ALL | {"offload"}
+            uncut = lambda: self.program.uncut_facts(wanted)  # noqa: E731
+            whole = lambda: self.program.whole_facts(wanted)  # noqa: E731
+            self._searches[wanted] = Search(self.program.facts(wanted), levers, uncut, whole, wanted.streamed)
+        return self._searches[wanted]
 
     def _cut(self, wanted: Wanted, plan: Plan, facts: Facts, projection: Projection) -> Cut:
         outside = self.outside_bytes(wanted)
@@ -155,8 +159,3 @@ def _illegal(error: Exception) -> NotSplittable:
 def _count(started: float) -> None:
     events.count("plans")
     events.spend("plan_seconds", time.perf_counter() - started)
-
-
-def forget_searches() -> None:
-    """Forget what was found about programs: the rules have changed."""
-    _searches.clear()

@@ -22,9 +22,11 @@ from koila.analysis.split import Facts
 from koila.errors import BudgetError
 from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
-from koila.planning.cut import Cut, Cutter, Refused, forget_searches
+from koila.ir.numbers import structure_of
+from koila.planning.cut import Cut, Cutter, Refused
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
+from koila.planning.search import Recipe
 from koila.planning.whole_peak import whole_peak
 
 How = Literal["whole", "split"]
@@ -60,6 +62,8 @@ class Decision:
     """Whether it stays: one that follows from an error while tracing or planning is made anew a few times."""
     program: Hashable = None
     """Under which measuring corrects its projection."""
+    recipe: Recipe | None = None
+    """How a search made its plan, for other sizes."""
 
     @property
     def projected_bytes(self) -> int | None:
@@ -187,7 +191,7 @@ def _smallest(job: Job, cutter: Cutter) -> Refused:
 def _split(job: Job, cut: Cut, reasons: tuple[str, ...]) -> Decision:
     return Decision(
         "split", cut.wanted, job.budget, job.graph.num_samples, cut.plan, cut.facts, cut.projection, cut.seconds,
-        reasons, program=cut.program,
+        reasons, program=cut.program, recipe=cut.recipe,
     )  # fmt: skip
 
 
@@ -226,16 +230,18 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
 # The decisions in force.
 
 
-MAX_ITEMS = 200_000
-"""Decisions are kept as long as their plans have fewer items in all."""
+MAX_STEPS = 20_000
+"""Decisions are kept as long as their plans have fewer steps in all; a step takes about two KiB."""
 
 
-def _num_items(decision: Decision) -> int:
-    return 1 if decision.plan is None else len(decision.plan.facts.items)
+def _num_steps(decision: Decision) -> int:
+    # The largest plan alone is kept, too.
+    steps = 0 if decision.plan is None else sum(len(schedule.steps) for schedule in decision.plan.schedules)
+    return min(MAX_STEPS, 1 + steps)
 
 
-_decisions: Cache[Decision] = Cache("decision_cache", MAX_ITEMS, _num_items)
-_forced: Cache[Decision] = Cache("forced_decisions", 256)
+_decisions: Cache[Decision] = Cache("decision_cache", MAX_STEPS, _num_steps)
+_forced: Cache[Decision] = Cache("forced_decisions", MAX_STEPS, _num_steps)
 """Decisions that replaced one that ran out of memory."""
 _tries: Cache[int] = Cache("decision_tries", 256)
 """How often a decision was made that an error of the moment may have caused."""
@@ -254,13 +260,34 @@ def decision_for(job: Job) -> Decision:
     found = _look_up(_decisions, job)
     if found is None:
         with events.waiting(f"looking for a plan for {len(job.graph.nodes)} calls"):
-            found = decide(job)
+            found = decide(replace(job, carried=_carried(job)))
+        _carry(job, found)
         tries = (_tries.get(job.key) or 0) + 1
         if found.is_final or tries >= _TRIES:
             _store(_decisions, job, found)
         else:
             _tries.add(job.key, tries)
     return found
+
+
+_recipes: Cache[dict[Wanted, Recipe]] = Cache("recipe_cache", 256)
+"""By structure and budget, how the latest plans were made."""
+
+
+def _structure(job: Job) -> Hashable:
+    return structure_of(job.graph), job.demand, job.budget
+
+
+def _carried(job: Job) -> dict[Wanted, Recipe] | None:
+    """What a decision at other sizes tells about this one."""
+    return None if job.budget.allowed_bytes is None else _recipes.get(_structure(job))
+
+
+def _carry(job: Job, decision: Decision) -> None:
+    """Let decisions at other sizes know how this one was made."""
+    if decision.recipe is not None:
+        key = _structure(job)
+        _recipes.add(key, {**(_recipes.get(key) or {}), decision.wanted: decision.recipe})
 
 
 def _look_up(cache: Cache[Decision], job: Job) -> Decision | None:
@@ -293,4 +320,4 @@ def forget_decisions() -> None:
     _decisions.clear()
     _forced.clear()
     _tries.clear()
-    forget_searches()
+    _recipes.clear()

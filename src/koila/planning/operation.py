@@ -77,6 +77,15 @@ class Operation:
         found = [leaf if isinstance(leaf, Ref) else (type(leaf), leaf) for leaf in leaves((self.args, self.kwargs))]
         return (self.target, *found, len(self.args), tuple(self.kwargs))
 
+    @cached_property
+    def structure(self) -> Hashable:
+        """The same without the numbers among the arguments."""
+        found = [
+            leaf if isinstance(leaf, Ref) else type(leaf) if type(leaf) in (int, float) else (type(leaf), leaf)
+            for leaf in leaves((self.args, self.kwargs))
+        ]
+        return (self.target, *found, len(self.args), tuple(self.kwargs))
+
     def applied(self, operands: list[Any], **bounds: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with operands in the place of references."""
 

@@ -47,17 +47,35 @@ class Outcome:
     in_float32: bool
 
 
-_known: Cache[Outcome] = Cache("outcome_cache", 16384)
+_known: Cache[Outcome] = Cache("outcome_cache", 4096)
 
 
-def outcome_of(operation: Operation, operands: list[Any], chunk: int, whole: Any = None) -> Outcome:
-    """What a call gives for operands of these forms; `whole` is its result for the whole batch, if there is one."""
+_shown: Cache[bool] = Cache("shown_cache", 8192)
+"""By call without its sizes, whether its results were dense and as large as the types say when it was run."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def outcome_of(
+    operation: Operation, operands: list[Any], chunk: int, whole: Any = None, expected: Shapes | None = None
+) -> Outcome:
+    """What a call gives for operands of these forms.
+
+    Args:
+        operation: The call.
+        operands: The forms of its operands.
+        chunk: Samples per chunk.
+        whole: Its result for the whole batch, if there is one.
+        expected: The shapes of its results, as their types have them, if they do.
+    """
     target = operation.target
     overload = isinstance(target, OpOverload)
-    if not (overload or target in HELPERS) or not all(_is_form(leaf) for leaf in leaves(operands)):
-        return _find(operation, operands, chunk, whole)
+    if not (overload or target in HELPERS or target is chunk_moments) or not all(
+        _is_form(leaf) for leaf in leaves(operands)
+    ):
+        return _find(operation, operands, chunk, whole, None)
     key = (operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
-    return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole))
+    return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole, expected))
 
 
 def _is_form(leaf: Any) -> bool:
@@ -68,16 +86,50 @@ def _hashable(tree: Any) -> Any:
     return tuple(map(_hashable, tree)) if isinstance(tree, (list, tuple)) else tree
 
 
-def _find(operation: Operation, operands: list[Any], chunk: int, whole: Any) -> Outcome:
+def _find(operation: Operation, operands: list[Any], chunk: int, whole: Any, expected: Shapes | None) -> Outcome:
     metas = meta_tree(operands)
     args, kwargs = operation.applied(metas, start=0, stop=chunk)
-    plain = _pointwise(operation.target, operands, whole)
-    value = _run(operation.target, args, kwargs) if plain is None else plain
+    value = _pointwise(operation.target, operands, whole)
+    if value is None:
+        dense = _dense(operation.target, operands, whole, expected)
+        value = (
+            _run(operation.target, args, kwargs)
+            if dense is None
+            else _shown_or_run(operation, operands, dense, args, kwargs)
+        )
     places, views = _aliases(value, metas)
     inside, retained = _workspaces(operation.target, args, kwargs, value, metas)
     in_float32 = runs_in_float32(operation.target, value)
     seconds, fresh = call_seconds(operation.target, args, kwargs, value), large_bytes(value)
     return Outcome(form_tree(value), places, views, inside, retained, seconds, fresh, in_float32)
+
+
+def _dense(target: Any, operands: list[Any], whole: Any, expected: Shapes | None) -> Any:
+    """Dense results of the expected shapes, for a call that makes dense results of dense operands; else None."""
+    if expected is None or not isinstance(target, OpOverload) or target.is_view or target is aten.reshape.default:
+        return None
+    wholes = whole if isinstance(whole, (tuple, list)) else (whole,)
+    if len(expected) != len(wholes) or not all(isinstance(w, torch.Tensor) and w.is_contiguous() for w in wholes):
+        return None
+    if not all(isinstance(operand, Form) and operand.is_contiguous for operand in operands):
+        return None
+    pairs = zip(expected, wholes, strict=True)
+    made = tuple(torch.empty(shape, dtype=each.dtype, device="meta") for shape, each in pairs)
+    return made if isinstance(whole, (tuple, list)) else made[0]
+
+
+def _shown_or_run(operation: Operation, operands: list[Any], dense: Any, args: Any, kwargs: Any) -> Any:
+    """What a call gives: run on meta tensors, unless that gave dense results before, at other sizes."""
+    kinds = tuple((operand.dtype, tuple(min(size, 2) for size in operand.shape)) for operand in operands)
+    key = (operation.structure, kinds)
+    shown = _shown.get(key)
+    if shown:
+        return dense
+    value = _run(operation.target, args, kwargs)
+    if shown is None:
+        made = [each for each in _tensors(value) if each is not None]
+        _shown.add(key, form_tree(made) == form_tree(_tensors(dense)))
+    return value
 
 
 def _run(target: Any, args: Any, kwargs: Any) -> Any:

@@ -154,10 +154,22 @@ class _Residents:
         self.tokens: dict[Hashable, frozenset[Hashable]] = {}
         """By value, the storages that it lies in."""
         self.sizes: dict[Hashable, int] = {}
+        self.num_bytes = 0
+        """Bytes of all storages that values lie in."""
+        self._holders: Counter[Hashable] = Counter()
+        """By storage, how many values lie in it."""
 
     def add(self, key: Hashable, num_bytes: int) -> None:
-        self.tokens[key] = frozenset([key])
+        self.free([key])
         self.sizes[key] = num_bytes
+        self._hold(key, frozenset([key]))
+
+    def _hold(self, key: Hashable, tokens: frozenset[Hashable]) -> None:
+        self.tokens[key] = tokens
+        for token in tokens:
+            self._holders[token] += 1
+            if self._holders[token] == 1:
+                self.num_bytes += self.sizes[token]
 
     def add_stored(self, schedule: Schedule, keys: list[Hashable], section: int) -> None:
         """What a section stores; `keys` are those of the values that it reads."""
@@ -171,14 +183,16 @@ class _Residents:
                         tokens.add((section, storage))
                     else:
                         tokens |= self.tokens.get(keys[storages.owners[storage][0]], frozenset())
-                self.tokens[schedule.sinks[step.sinks[0]].key] = frozenset(tokens)
+                key = schedule.sinks[step.sinks[0]].key
+                self.free([key])
+                self._hold(key, frozenset(tokens))
 
     def free(self, keys: Iterable[Hashable]) -> None:
         for key in keys:
-            self.tokens.pop(key, None)
-
-    def num_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self.by_key())
+            for token in self.tokens.pop(key, ()):
+                self._holders[token] -= 1
+                if not self._holders[token]:
+                    self.num_bytes -= self.sizes[token]
 
     def by_key(self) -> Iterator[tuple[Hashable, int]]:
         """Each storage once, with the first value that holds it."""
@@ -206,7 +220,7 @@ class _Projector:
 
     def _section(self, schedule: Schedule, section: int) -> None:
         # What the section reads for the last time is alive until then.
-        self.resident.append(self.here.num_bytes())
+        self.resident.append(self.here.num_bytes)
         self._consider(schedule, self.resident[-1], True, section)
         self.here.add_stored(schedule, [self.plan.key_of(whole) for whole in schedule.wholes], section)
         self.here.free(self.plan.frees[section])
@@ -218,7 +232,7 @@ class _Projector:
                 here.add(sink.key, 0 if sink.key in plan.offloaded else sink.value_bytes)
         merged = [sink for sink in phase.sinks if sink.destination is Destination.MERGE]
         states = sum(sink.state_bytes for sink in merged)
-        base = here.num_bytes()
+        base = here.num_bytes
         pieces = max(map(_handed_out, phase.loops.values()), default=0)
         self.resident.append(base + states + pieces)
         sizes = [stop - start for start, stop in plan.chunks]

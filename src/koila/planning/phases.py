@@ -58,6 +58,16 @@ class Layout:
         return [*(part for stage in self.stages for part in (stage.before, stage.items)), self.after]
 
     @cached_property
+    def kept(self) -> frozenset[Item]:
+        """What is kept between phases."""
+        return frozenset(item for stage in self.stages for item in stage.kept)
+
+    @property
+    def num_items(self) -> int:
+        """How many items run, in all sections together."""
+        return sum(map(len, self.sections))
+
+    @cached_property
     def _last(self) -> dict[Item, int]:
         """The last section in which each value is read; results are never let go."""
         last: dict[Item, int] = {}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,9 @@ from koila.planning.cost import schedule_seconds
 from koila.planning.phases import Layout, Stage, key_of
 from koila.planning.schedule import Schedule
 from koila.planning.step import Kind, Sink
+
+Known = dict[Hashable, Schedule]
+"""By items, sinks and chunk size, the schedule that was made of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,20 +212,35 @@ def stream_source(layout: Layout) -> Item | None:
     return source if source in layout.stages[-1].targets else None
 
 
-def make_plan(layout: Layout, chunk_size: int, streamed: bool = False) -> Plan:
-    """A plan for a chunk size, rounded up to what the granule allows; each schedule as the program has it."""
+def make_plan(layout: Layout, chunk_size: int, streamed: bool = False, known: Known | None = None) -> Plan:
+    """A plan for a chunk size, rounded up to what the granule allows; each schedule as the program has it.
+
+    Args:
+        layout: Which items each phase computes.
+        chunk_size: Samples per chunk.
+        streamed: Whether the only result is handed out chunk by chunk.
+        known: Schedules of other plans of the same program; those made here are added.
+    """
     catalogue, granule = layout.catalogue, layout.facts.granule
     size = -(-chunk_size // granule) * granule
     sizes = {stop - start for start, stop in chunks(layout.facts.num_samples, size)}
     source = stream_source(layout) if streamed else None
+    known = {} if known is None else known
+
+    def built(items: tuple[Item, ...], sinks: list[Sink], kept: set[Item], chunk: int | None) -> Schedule:
+        read = frozenset(item for item in items if item in kept)
+        key = (items, tuple(sinks), read, chunk)
+        if key not in known:
+            known[key] = build_schedule(catalogue, items, sinks, read, chunk)
+        return known[key]
 
     def section(number: int) -> Schedule:
         sinks = [catalogue.sink(item) for item in layout.stored(number)]
-        return build_schedule(catalogue, layout.sections[number], sinks)
+        return built(layout.sections[number], sinks, set(), None)
 
     def loop(number: int, stage: Stage, chunk: int) -> Schedule:
         sinks = [catalogue.sink(item, source) for item in (*stage.targets, *stage.kept)]
-        return build_schedule(catalogue, stage.items, sinks, layout.kept_before(2 * number), chunk)
+        return built(stage.items, sinks, layout.kept_before(2 * number), chunk)
 
     phases = tuple(
         Phase(stage, section(2 * number), {chunk: loop(number, stage, chunk) for chunk in sizes})

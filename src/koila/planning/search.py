@@ -10,17 +10,19 @@ sizes are powers of two and even parts, values between phases are given up by qu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from koila import events
 from koila._bytes import format_bytes
 from koila.analysis.split import Facts
 from koila.errors import BudgetError
+from koila.planning.effort import attempt, spend
 from koila.planning.levers.offload import keep_in_files
 from koila.planning.levers.shrink import LEVERS, shrink
 from koila.planning.peak import Projection, peak_alone, project
 from koila.planning.phases import Layout, keep_less, make_layout
-from koila.planning.plan import Phase, Plan, make_plan, stream_source
+from koila.planning.plan import Known, Phase, Plan, make_plan, stream_source
 from koila.planning.rates import LARGE
 from koila.planning.schedule import Schedule
 
@@ -95,7 +97,7 @@ def fit(plan: Plan, allowed: int, levers: frozenset[str] = LEVERS) -> Found | No
 
 ALL = LEVERS | {"chunk", "keep"}
 """The levers that need no file."""
-KEEPING = (1.0, 0.75, 0.5, 0.25, 0.0)
+KEEPING = (1.0, 0.75, 0.5, 0.25, 0.125, 0.06, 0.0)
 """How much of what crosses phases is kept, from all to nothing."""
 
 
@@ -111,17 +113,45 @@ def kept_bytes(layout: Layout, streamed: bool = False) -> int:
     return most
 
 
+_FEW = 600
+"""Programs of few nodes may take a little longer for each of them."""
+_FIND, _FIT, _SMALLEST = 12, 6, 10
+"""Steps for each node of a program that a search, one plan in it, and the search for the smallest plan may do."""
+_AGAIN = 6
+"""How many times the items of a program a plan may compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a plan was made, in terms that hold at other sizes."""
+
+    level: int
+    """How much is kept between phases; see `KEEPING`. -1: all of it, in a file."""
+    chunk_size: int
+    is_uncut: bool = False
+    """Whether nothing is cut along the batch."""
+
+
 class Search:
-    """All plans of one program, made when they are needed."""
+    """The plans of one program, made when they are needed; all of it is forgotten once a decision is made.
+
+    A search may do so much work for each node of the program, and no more: what it found by then is its answer. How
+    much it does for one question does not depend on the questions before.
+    """
 
     def __init__(
-        self, facts: Facts, levers: frozenset[str] = ALL, whole_facts: Callable[[], Facts | None] = lambda: None,
-        streamed: bool = False,
+        self, facts: Facts, levers: frozenset[str] = ALL, uncut_facts: Callable[[], Facts | None] = lambda: None,
+        whole_facts: Callable[[], Facts | None] = lambda: None, streamed: bool = False,
     ) -> None:  # fmt: skip
-        self.facts, self.levers, self.whole_facts, self.streamed = facts, levers, whole_facts, streamed
+        self.facts, self.levers, self.streamed = facts, levers, streamed
+        self.uncut_facts, self.whole_facts = uncut_facts, whole_facts
         self.sizes = chunk_sizes(facts.num_samples, facts.granule)
+        self.num_nodes = len(facts.joint.module.graph.nodes) + _FEW
         self._layouts: list[Layout] = []
         self._plans: dict[tuple[int, int], Found] = {}
+        self._schedules: Known = {}
+        self._charged: set[Schedule] = set()
+        """What the present question has paid for."""
         self._smallest: Found | None = None
 
     def layout(self, level: int) -> Layout:
@@ -137,10 +167,16 @@ class Search:
     def plain(self, level: int, size: int) -> Found:
         """The plan for a chunk size, without levers inside its schedules."""
         if (level, size) not in self._plans:
-            plan = make_plan(self.layout(max(0, level)), size, self.streamed)
+            plan = make_plan(self.layout(max(0, level)), size, self.streamed, self._schedules)
             plan = keep_in_files(plan) if level < 0 else plan
             self._plans[level, size] = plan, project(plan)
+        self._charge(self._plans[level, size][0])
         return self._plans[level, size]
+
+    def _charge(self, plan: Plan) -> None:
+        fresh = [schedule for schedule in plan.schedules if schedule not in self._charged]
+        self._charged.update(fresh)
+        spend(sum(len(schedule.steps) for schedule in fresh))
 
     def run(self, allowed: int) -> Found:
         """The fastest plan that fits, as far as this search knows.
@@ -154,36 +190,97 @@ class Search:
             raise refusal(smallest.peak_bytes, allowed, smallest.largest)
         return found
 
+    def recipe(self, plan: Plan) -> Recipe:
+        """How a plan of this search was made."""
+        if plan.facts is not self.facts:
+            return Recipe(0, plan.chunk_size, is_uncut=True)
+        level = next((number for number, layout in enumerate(self._layouts) if layout is plan.layout), 0)
+        return Recipe(-1 if plan.offloaded else level, plan.chunk_size)
+
+    def like(self, recipe: Recipe, allowed: int) -> Found | None:
+        """The plan that a recipe from another size makes of this program, if it fits; chunks may be larger."""
+        self._charged.clear()
+        if recipe.is_uncut:
+            return self._shrunk(allowed)
+        if recipe.level not in self._levels:
+            return None
+        place = next((n for n, size in enumerate(self.sizes) if size <= recipe.chunk_size), len(self.sizes) - 1)
+        found = self.plain(recipe.level, self.sizes[place])
+        larger = self._guess(recipe.level, place, allowed)
+        if self.sizes[larger] >= 2 * self.sizes[place]:
+            other = self.plain(recipe.level, self.sizes[larger])
+            found = other if other[1].peak_bytes <= allowed else found
+        return found if found[1].peak_bytes <= allowed else self._fit(found[0], allowed)
+
     def find(self, allowed: int, thorough: bool = True) -> Found | None:
         """The same, or None. A thorough search looks for the smallest plan before it gives up, which takes longer."""
-        found = min(self._fitting(allowed), key=lambda pair: plan_seconds(pair[0]), default=None)
-        if found is None and thorough and self.smallest()[1].peak_bytes <= allowed:
-            return self.smallest()
-        return found
+        best: list[Found] = []
+
+        def look() -> bool:
+            for found in self._fitting(allowed):
+                if not best or plan_seconds(found[0]) < plan_seconds(best[0][0]):
+                    best[:] = [found]
+            return True
+
+        self._charged.clear()
+        if not attempt(_FIND * self.num_nodes, look):
+            events.count("plan::search cut short")
+        if not best and thorough and self.smallest()[1].peak_bytes <= allowed:
+            best = [self.smallest()]
+        return self._by_eager_kernels(best[0], allowed) if best else None
+
+    def _by_eager_kernels(self, found: Found, allowed: int) -> Found:
+        """A plan that leaves the program uncut keeps eager's kernels, if they fit, too: its numbers are eager's."""
+        facts = None if found[0].facts is self.facts else self.whole_facts()
+        if facts is None:
+            return found
+        plan = make_plan(make_layout(facts), facts.num_samples)
+        return self._fit(plan, allowed, levers=self.levers - {"region"}) or found
 
     @cached_property
-    def whole(self) -> Plan | None:
-        """The program as it is, with eager's kernels."""
-        facts = self.whole_facts()
+    def _uncut(self) -> Plan | None:
+        """The program with nothing cut along the batch."""
+        facts = self.uncut_facts()
         return None if facts is None else make_plan(make_layout(facts), facts.num_samples)
 
-    def _costs(self, allowed: int) -> bool:
-        """Whether cutting costs something: values that cross phases are computed again, or kept."""
+    @cached_property
+    def _price(self) -> tuple[bool, int]:
+        """What cutting costs: whether many values are computed again, and the bytes of those that are kept."""
         layout = self.layout(0)
         calls = (node for node in self.facts.joint.module.graph.nodes if node.op == "call_function")
         once = sum(map(layout.catalogue.seconds, calls))
-        kept = sum(layout.catalogue.state_bytes(item) for stage in layout.stages for item in stage.kept)
-        return layout_seconds(layout) > 1.05 * once or kept > allowed / 16
+        return layout_seconds(layout) > 1.05 * once, sum(map(layout.catalogue.state_bytes, layout.kept))
 
-    def _fitting(self, allowed: int, smallest: bool = False) -> Iterator[Found]:
+    @cached_property
+    def _result_bytes(self) -> int:
+        """What every plan holds in the end."""
+        return sum(self.layout(0).catalogue.state_bytes(item) for item in self.facts.results if item is not None)
+
+    def _shrunk(self, allowed: int, effort: float = _FIT) -> Found | None:
+        """The uncut program within so many bytes, where cutting costs something."""
+        repeats, kept = self._price
+        if "recompute" not in self.levers or self._result_bytes > allowed or not (repeats or kept > allowed / 16):
+            return None
+        if self._uncut is None:
+            return None
+        self._charge(self._uncut)
+        # Regions are for what stands in a chunk; here, they would take most of the time and seldom help.
+        return self._fit(self._uncut, allowed, effort, self.levers - {"region"})
+
+    def _fit(
+        self, plan: Plan, allowed: int, effort: float = _FIT, levers: frozenset[str] | None = None
+    ) -> Found | None:
+        """The plan with levers pulled, if that does not take too long."""
+        return attempt(effort * self.num_nodes, lambda: fit(plan, allowed, levers or self.levers))
+
+    def _fitting(self, allowed: int) -> Iterator[Found]:
         """Plans that fit: the batch as it is, shrunk; then cut, with less and less that crosses phases."""
         best = float("inf")
-        if "recompute" in self.levers and self._costs(allowed) and self.whole is not None:
-            shrunk = fit(self.whole, allowed, self.levers)
-            if shrunk is not None:
-                best = plan_seconds(shrunk[0])
-                yield shrunk
-        for level in self._levels()[-1:] if smallest else self._levels():
+        shrunk = self._shrunk(allowed)
+        if shrunk is not None:
+            best = plan_seconds(shrunk[0])
+            yield shrunk
+        for level in self._levels:
             layout = self.layout(max(0, level))
             if level >= 0 and kept_bytes(layout, self.streamed) > allowed:
                 continue  # No chunk size makes room for what this level keeps.
@@ -195,8 +292,9 @@ class Search:
                 yield from self._with_small_results(level, largest)
             last = len(self.sizes) if largest is None else largest
             found = largest is not None
-            for place in range(max(0, last - (1 if smallest else 2)), last) if "chunk" in self.levers else (0,):
-                fitted = fit(self.plain(level, self.sizes[place])[0], allowed, self.levers)
+            first = last - (1 if self._is_mostly_kept(level, allowed) else 2)
+            for place in range(max(0, first), last) if "chunk" in self.levers else (0,):
+                fitted = self._fit(self.plain(level, self.sizes[place])[0], allowed)
                 if fitted is not None:
                     yield fitted
                     found = True
@@ -213,16 +311,33 @@ class Search:
         if share < 1 and following is not None and "chunk" in self.levers:
             yield self.plain(level, following)
 
+    @cached_property
     def _levels(self) -> list[int]:
-        """How much crosses phases: all of it; all of it in a file (-1); less and less of it."""
+        """How much crosses phases: all of it; all of it in a file (-1); less and less of it, each another layout.
+
+        What keeps so little that values are computed again many times is not tried: it takes as many times as long to
+        plan, and far longer to run.
+        """
         if not any(stage.kept for stage in self.layout(0).stages):
             return [0]
-        in_file = [-1] if "offload" in self.levers else []
-        return [0, *in_file, *(range(1, len(KEEPING)) if "keep" in self.levers else ())]
+        found = [0, *([-1] if "offload" in self.levers else [])]
+        if "keep" not in self.levers:
+            return found
+        kept = self.layout(0).kept
+        for level in range(1, len(KEEPING)):
+            layout = self.layout(level)
+            if layout.num_items > _AGAIN * self.num_nodes:
+                break
+            if layout.kept != kept:
+                found.append(level)
+                kept = layout.kept
+        return found
 
     def _largest_that_fits(self, level: int, allowed: int) -> int | None:
         """The place of the largest chunk size that fits as it is."""
         sizes = self.sizes if "chunk" in self.levers else self.sizes[:1]
+        if self._is_mostly_kept(level, allowed) and self.plain(level, sizes[-1])[1].peak_bytes > allowed:
+            return None
         if self.plain(level, sizes[0])[1].peak_bytes <= allowed:
             return 0
         # With several chunks, projected bytes fall with their size; what scales tells where to look.
@@ -235,6 +350,10 @@ class Search:
             else:
                 low, guess = place + 1, self._guess(level, place, allowed)
         return found
+
+    def _is_mostly_kept(self, level: int, num_bytes: int) -> bool:
+        """Whether what crosses phases is most of so many bytes: then chunk sizes change little."""
+        return level >= 0 and 2 * kept_bytes(self.layout(level), self.streamed) > num_bytes and len(self._levels) > 2
 
     def _guess(self, level: int, place: int, allowed: int) -> int:
         """The place of the largest chunk size that might fit, if activations are all that scales."""
@@ -250,21 +369,37 @@ class Search:
         return self._smallest
 
     def _find_smallest(self) -> Found:
-        """Bisect between what is there anyway and the smallest plan without levers; the plan that keeps nothing."""
-        level = self._levels()[-1]
+        """The smallest plan without levers, and what levers make of it: bisected down to what is there anyway."""
+        level = self._levels[-1]
         size = self.sizes[-1] if "chunk" in self.levers else self.sizes[0]
-        # A single chunk needs no sums beside its values.
-        starts = [self.plain(level, each) for each in sorted({size, self.sizes[0]})]
-        best = min(starts, key=lambda found: found[1].peak_bytes)
-        low = kept_bytes(self.layout(max(0, level)), self.streamed)
-        while best[1].peak_bytes - low > max(1, _EXACT * best[1].peak_bytes):
-            allowed = (low + best[1].peak_bytes) // 2
-            found = next(self._fitting(allowed, smallest=True), None)
+        best = [self.plain(level, size)]
+        lower = lambda found: best.insert(0, found) if found[1].peak_bytes < best[0][1].peak_bytes else None  # noqa: E731
+
+        def look() -> bool:
+            if not self._is_mostly_kept(level, best[0][1].peak_bytes):
+                lower(self.plain(level, self.sizes[0]))  # A single chunk needs no sums beside its values.
+            for other in self._levels[-2:-1]:
+                if other >= 0 and kept_bytes(self.layout(other), self.streamed) < best[0][1].peak_bytes:
+                    lower(self.plain(other, size))
+            self._bisect(best[0][0], lower)
+            return True
+
+        self._charged.clear()
+        if not attempt(_SMALLEST * self.num_nodes, look):
+            events.count("plan::search cut short")
+        return best[0]
+
+    def _bisect(self, plan: Plan, lower: Callable[[Found], None]) -> None:
+        """Pull levers on a plan, and on the uncut program, for less and less memory."""
+        low, high = self._result_bytes, project(plan).peak_bytes
+        while high - low > max(1, _EXACT * high):
+            allowed = (low + high) // 2
+            found = self._fit(plan, allowed, _FIT / 2) or self._shrunk(allowed, _FIT / 2)
             if found is None:
                 low = allowed
             else:
-                best = found
-        return best
+                lower(found)
+                high = found[1].peak_bytes
 
 
 _EXACT = 0.02

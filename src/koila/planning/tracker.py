@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from koila._torch import FakeTensor, OpOverload, TorchDispatchMode, has_kernel, storage_key
-from koila.planning.workspace import retained_bytes, workspace_bytes
+from koila.planning.forms import form_tree
+from koila.planning.workspace import may_allocate, retained_bytes, workspace_bytes
 
 REAL = (torch.Tensor, torch.nn.Parameter)
 
@@ -132,9 +133,12 @@ class StorageTracker(TorchDispatchMode):
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_operator = self.current_bytes, str(operator)
 
+    def _shrink(self, num_bytes: int) -> None:
+        self.current_bytes -= num_bytes
+
     def _forget(self, key: int) -> None:
         self._watched.pop(key, None)
-        self.current_bytes -= self._known.pop(key, 0)
+        self._shrink(self._known.pop(key, 0))
 
     def _tensors(self, tree: Any) -> Iterator[torch.Tensor]:
         if isinstance(tree, torch.Tensor):
@@ -168,31 +172,50 @@ class WorkspaceTracker(StorageTracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        hidden = workspace_bytes(func, args, result, kwargs) if isinstance(func, OpOverload) else 0
-        first = next(self._tensors(result), None) if hidden else None
-        if first is not None and (self._is_fake or first.device.type == "cpu"):
-            kept = retained_bytes(func, args, result, kwargs)
-            if kept and self._is_fake:
-                self._retained[storage_key(first.untyped_storage())] = kept
-                self._grow(kept, func)
-            self._grow(hidden - kept, func)
-            self.current_bytes -= hidden - kept
+        if isinstance(func, OpOverload) and may_allocate(func, args, result, kwargs):
+            first = next(self._tensors(result), None)
+            if first is not None and (self._is_fake or first.device.type == "cpu"):
+                self._work(func, args, kwargs, result, storage_key(first.untyped_storage()))
         return result
+
+    def _work(self, func: OpOverload, args: Any, kwargs: Any, result: Any, key: int) -> None:
+        """Count what the kernel allocates; what it keeps lives as long as a storage."""
+        hidden, kept = workspace_bytes(func, args, result, kwargs), retained_bytes(func, args, result, kwargs)
+        if self._is_fake:
+            self._retained[key] = kept
+            self._grow(kept, func)
+        self._grow(hidden - kept, func)
+        self._shrink(hidden - kept)
 
     def _forget(self, key: int) -> None:
         super()._forget(key)
-        self.current_bytes -= self._retained.pop(key, 0)
+        self._shrink(self._retained.pop(key, 0))
 
 
 @dataclass(slots=True)
 class Life:
-    """A storage from its birth to its end, counted in operators."""
+    """A storage from its birth to its end, counted in changes of the bytes alive."""
 
     birth: Birth
     place: object
     """What the caller said was running."""
     born: int
     died: int | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """A call whose kernel may allocate something: three changes of the bytes alive, and one when its result dies."""
+
+    target: OpOverload
+    args: Any
+    """Its arguments, tensors as forms."""
+    kwargs: Any
+    result: Any
+    at: int
+    """The first of three changes: what stays, what is allocated beyond that, and freed."""
+    released: int | None = None
+    """The change that frees what stayed."""
 
 
 class FakeTracker(WorkspaceTracker):
@@ -205,33 +228,46 @@ class FakeTracker(WorkspaceTracker):
         super().__init__((FakeTensor,), births=True, frees=False)
         self.place: object = None
         """What is running now, told by the caller."""
-        self._time = self._peak_time = 0
-        self._lives: list[Life] = []
+        self.trail: list[int] = []
+        """Every change of the bytes alive, in order."""
+        self.operators: list[str] = []
+        """The operator of each of them."""
+        self.lives: list[Life] = []
+        """Every storage that was born."""
+        self.calls: list[Call] = []
+        """Every call whose kernel may allocate something."""
         self._living: dict[int, Life] = {}
-
-    @property
-    def largest_at_peak(self) -> Life | None:
-        """The largest storage that is alive at the peak; the first of equals."""
-        alive = [e for e in self._lives if e.born <= self._peak_time and (e.died is None or e.died > self._peak_time)]
-        return max(alive, key=lambda life: life.birth.num_bytes, default=None)
+        self._keeping: dict[int, Call] = {}
 
     def _see(self, tensor: torch.Tensor, operator: Any) -> None:
-        self._time += 1
-        num_births = len(self.births)
+        num_births, now = len(self.births), len(self.trail)
         super()._see(tensor, operator)
         if len(self.births) > num_births:
-            life = Life(self.births[-1], self.place, self._time)
-            self._lives.append(life)
+            life = Life(self.births[-1], self.place, now)
+            self.lives.append(life)
             self._living[storage_key(tensor.untyped_storage())] = life
 
     def _grow(self, num_bytes: int, operator: Any) -> None:
-        before = self.peak_bytes
         super()._grow(num_bytes, operator)
-        if self.peak_bytes > before:
-            self._peak_time = self._time
+        self.trail.append(num_bytes)
+        self.operators.append(str(operator))
+
+    def _shrink(self, num_bytes: int) -> None:
+        super()._shrink(num_bytes)
+        self.trail.append(-num_bytes)
+        self.operators.append("")
+
+    def _work(self, func: OpOverload, args: Any, kwargs: Any, result: Any, key: int) -> None:
+        call = Call(func, form_tree(args), form_tree(kwargs or {}), form_tree(result), len(self.trail))
+        self.calls.append(call)
+        self._keeping[key] = call
+        super()._work(func, args, kwargs, result, key)
 
     def _forget(self, key: int) -> None:
-        super()._forget(key)
         life = self._living.pop(key, None)
         if life is not None:
-            life.died = self._time
+            life.died = len(self.trail)
+        call = self._keeping.pop(key, None)
+        super()._forget(key)
+        if call is not None:
+            call.released = len(self.trail) - 1

@@ -1,14 +1,15 @@
 """What an unsplit run will allocate, known before anything runs.
 
 *Takes* a recorded program. *Gives* a `Projection`. The projection is the run itself, on fake tensors under the storage
-tracker, with PyTorch's own autograd. Nobody's code sees a fake tensor: hooks on values are left out and their bytes
+tracker, with PyTorch's own autograd; for a program that is known at other sizes it is told by formulas
+(`koila.planning.stories`). Nobody's code sees a fake tensor: hooks on values are left out and their bytes
 added. A program that cannot run on fake tensors is bounded by what was recorded, and says so. (A run in chunks is
 projected from its plan: `koila.planning.peak`.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,13 +18,16 @@ import torch
 from koila import events
 from koila._bytes import format_bytes
 from koila._torch import FakeTensorMode, without_saved_tensors_hooks
+from koila.analysis.formulas import NoFormula
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 from koila.ir.job import Job
 from koila.ir.node import HOOKS, Node, Value
+from koila.ir.numbers import num_input_numbers, numbers_of, structure_of
 from koila.ir.prepass import prepass_of
 from koila.ir.replay import Lookup, replay
 from koila.planning.peak import Projection
+from koila.planning.stories import Stories, Story
 from koila.planning.tracker import FakeTracker
 
 OBJECT_BYTES = 384
@@ -48,8 +52,8 @@ _projections: Cache[Projection] = Cache("projection_cache", 256)
 def whole_peak(job: Job) -> Projection:
     """The peak of an unsplit run of a job."""
     graph, roots = job.whole_graph, _roots(job)
-    key = (graph.key, tuple(graph.outputs.index(root) for root in roots))
-    found = _projections.get_or_add(key, lambda: _project(graph, roots))
+    places = tuple(graph.outputs.index(root) for root in roots)
+    found = _projections.get_or_add((graph.key, places), lambda: _project(graph, roots, places))
     held, backward = job.history
     gradients = leaf_bytes(leaf for leaf in graph.leaves if leaf.requires_grad) if roots else 0
     peak = held + max(found.peak_bytes, gradients + backward if backward else 0) + job.copied_bytes
@@ -63,19 +67,40 @@ def _roots(job: Job) -> list[Value]:
     return [job.graph.outputs[root] for root in job.demand.roots]
 
 
-def _project(graph: Graph, roots: Sequence[Value]) -> Projection:
+def _project(graph: Graph, roots: Sequence[Value], key: Hashable) -> Projection:
     try:
-        tracker = _replayed(graph, roots)
+        story = _story(graph, roots, key)
     except Exception as error:  # What fake tensors cannot do is bounded instead (Rule 6: it is said).
         events.count(f"projection::bounded::{type(error).__name__}", site=graph.nodes[-1].site)
         return _bound(graph, roots, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    peak = tracker.peak_bytes + drawn_bytes(graph) + AUTOGRAD_BYTES * len(graph.nodes) + _hooked_bytes(graph)
-    largest, text = tracker.largest_at_peak, tracker.peak_operator
+    found, position = story.peak
+    peak = found + drawn_bytes(graph) + AUTOGRAD_BYTES * len(graph.nodes) + _hooked_bytes(graph)
+    text, largest = story.operators[position] if story.operators else "", story.largest_at(position)
     if largest is None:
         return Projection(peak, text)
     birth = largest.birth
     text += f"; the largest value there is {birth.operator} {list(birth.shape)} ({format_bytes(birth.num_bytes)})"
     return Projection(peak, text, recorded=cast("int | None", largest.place))
+
+
+_stories: Cache[Stories] = Cache("story_cache", 200_000, lambda stories: stories.weight)
+"""By structure, what programs allocate at some sizes, and from that at any; bounded by events."""
+
+
+def _story(graph: Graph, roots: Sequence[Value], key: Hashable) -> Story:
+    """What an unsplit run allocates and frees: from formulas, where the structure is known at other sizes."""
+    structure, numbers = (structure_of(graph), key), numbers_of(graph)
+    stories = _stories.get(structure) or Stories(num_input_numbers(graph))
+    try:
+        found = stories.tell(numbers)
+        events.count("sizes::projected")
+        return found
+    except NoFormula:
+        tracker = _replayed(graph, roots)
+    found = Story(tracker.trail, tracker.operators, tracker.lives, tracker.calls)
+    stories.add(numbers, found)
+    _stories.add(structure, stories)
+    return found
 
 
 def _bound(graph: Graph, roots: Sequence[Value], reason: str) -> Projection:

@@ -7,16 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import koila
 from koila.analysis.chunk_rule import Call, Operand
 from koila.analysis.prepasses import mean, reduce_dims
 from koila.analysis.rules import rule_for
-from koila.analysis.split import analyse
-from koila.analysis.symbolic import apply_symbolic_shapes
-from koila.analysis.trace import trace
 from koila.analysis.types import WHOLE, Sliced
 from koila.interfaces import BatchInfo
-from koila.ir.job import Demand
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1, -1, (0, 2), (1, 2)])
@@ -57,14 +52,3 @@ def test_the_rules_of_reductions_ask_them() -> None:
 
 def test_without_a_batch_there_is_none() -> None:
     assert reduce_dims((4, 5), 1) == ((4,), None)
-
-
-def test_symbolic_shapes_follow_the_batch_and_not_its_size() -> None:
-    x = koila.lazy(torch.zeros(4, 4))
-    graph = koila.graph((x.t().reshape(16) + 1) * torch.ones(16))
-    joint = trace(graph, Demand())
-    shapes = apply_symbolic_shapes(analyse(joint, graph.batches, 4))
-    assert ("B", 4) in shapes.values()
-    assert (4, "B") in shapes.values()
-    assert ("4*B",) in shapes.values()
-    assert (16,) in shapes.values()

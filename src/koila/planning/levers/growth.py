@@ -24,6 +24,7 @@ from koila.analysis.split import arguments_by_name, describe_call
 from koila.analysis.types import WHOLE, Merged, Sliced, SplitType
 from koila.analysis.uniform import operand_types
 from koila.ir.tree import leaves
+from koila.planning.effort import spend
 from koila.planning.forms import meta_tree
 from koila.planning.operation import Bound
 from koila.planning.schedule import Schedule
@@ -53,6 +54,7 @@ class Drawing:
     """A schedule as an FX graph: the form in which the rules of the analysis can be asked about it."""
 
     def __init__(self, schedule: Schedule, made: dict[Any, Any] | None = None) -> None:
+        spend(len(schedule.steps))
         self.schedule, self.graph = schedule, fx.Graph()
         self.made: dict[Any, Any] = {} if made is None else made
         """By work of a step, its value; drawings of like schedules share them."""

@@ -16,6 +16,7 @@ from itertools import count
 from math import inf
 
 from koila.planning.aliasing import Overwrites
+from koila.planning.effort import spend
 from koila.planning.levers.offload import can_offload, fetch_step, offload_seconds, offload_step
 from koila.planning.schedule import Schedule, once_per_schedule
 from koila.planning.step import Destination, Kind, Step
@@ -50,7 +51,11 @@ class _Play:
         """What is done, in order; a step may stand in it several times."""
         self.alive: set[int] = set()
         self.holders: dict[int, set[int]] = {}
-        """By storage, the values in it that are alive."""
+        """By storage that is alive, the values in it that are."""
+        self.prices: dict[int, float] = {}
+        """By storage, what it costs to compute it again, where that is known."""
+        self.watched: dict[int, set[int]] = {}
+        """By value, the storages whose price depends on whether it is alive."""
         self.now = 0
         """Bytes alive."""
         self.position = 0
@@ -123,6 +128,7 @@ class _Play:
 
     def _hold(self, value: int) -> None:
         self.alive.add(value)
+        self._forget_prices(value)
         for storage in self.storages.of[value]:
             if storage >= self.storages.num_outside:
                 holders = self.holders.setdefault(storage, set())
@@ -158,34 +164,44 @@ class _Play:
 
     def _drop(self, value: int) -> None:
         self.alive.discard(value)
+        self._forget_prices(value)
         for storage in self.storages.of[value]:
             holders = self.holders.get(storage)
             if holders is not None and value in holders:
                 holders.discard(value)
                 if not holders:
+                    del self.holders[storage]
                     self.now -= self.storages.num_bytes[storage]
 
     # Letting go.
 
     def _victim(self, pinned: set[int]) -> int | None:
-        """The storage to let go of."""
-        best, least = None, inf
+        """The storage to let go of: the cheapest to have again per byte and step, the earliest of equals."""
+        spend((10 + len(self.holders)) / 64)
+        best, least = -1, inf
+        sizes = self.storages.num_bytes
         for storage, holders in self.holders.items():
-            size = self.storages.num_bytes[storage]
-            if not holders or size == 0 or holders & pinned or holders & self.stored:
+            size = sizes[storage]
+            if size == 0 or not holders.isdisjoint(pinned) or not holders.isdisjoint(self.stored):
                 continue
             nexts = [use for holder in holders if (use := self._next_use(holder, self.position - 1)) is not None]
-            weight = size * (min(nexts, default=len(self.steps)) - self.position + 1)
-            price = self._cheapest(storage, weight, least)
-            if price is not None and price / weight < least:
-                best, least = storage, price / weight
-        return best
+            price = self._cheapest(storage) / (size * (min(nexts, default=len(self.steps)) - self.position + 1))
+            if price < least or (price == least < inf and storage < best):
+                best, least = storage, price
+        return None if best < 0 else best
 
-    def _price(self, storage: int, weight: int, least: float) -> float | None:
-        """What it costs to compute a storage again: its own step and those of operands that are gone, too.
+    def _price(self, storage: int) -> float:
+        """What it costs to compute a storage again; remembered until something that it depends on comes or goes."""
+        found = self.prices.get(storage)
+        if found is None:
+            found = self.prices[storage] = self._find_price(storage)
+        return found
 
-        None if it cannot be had again, because a step on the way adds to a sum, or if that is a long way back: one
-        value of a backward pass would bring a forward pass with it. None, too, if per `weight` it is not below `least`.
+    def _find_price(self, storage: int) -> float:
+        """The seconds of its own step and of those of operands that are gone, too.
+
+        Infinite if it cannot be had again, because a step on the way adds to a sum, or if that is a long way back: one
+        value of a backward pass would bring a forward pass with it.
         """
         price, seen = 0.0, set[int]()
         pending = [self.storages.owners[storage][0], *sorted(self.holders[storage])]
@@ -195,10 +211,18 @@ class _Play:
                 seen.add(value)
                 step = self.steps[value]
                 price += step.seconds
-                if len(seen) > _FAR or step.sinks or price / weight >= least:
-                    return None
-                pending += [operand for operand in self.reads[value] if operand not in self.alive]
+                if len(seen) > _FAR or step.sinks:
+                    return inf
+                for operand in self.reads[value]:
+                    self.watched.setdefault(operand, set()).add(storage)
+                    if operand not in self.alive:
+                        pending.append(operand)
         return price
+
+    def _forget_prices(self, value: int) -> None:
+        """A value has come or gone: who would need it has another price."""
+        for storage in (*self.watched.pop(value, ()), *self.storages.of[value]):
+            self.prices.pop(storage, None)
 
     def _file_value(self, storage: int) -> int | None:
         """The value that could be offloaded for a storage."""
@@ -206,11 +230,11 @@ class _Play:
             return None
         return min((value for value in self.holders[storage] if can_offload(self.steps[value])), default=None)
 
-    def _cheapest(self, storage: int, weight: int = 1, least: float = inf) -> float | None:
-        """What it costs to let go of a storage and have it again; None if it cannot be, or is not below `least`."""
-        again = self._price(storage, weight, least) if self.again else None
-        filed = None if self._file_value(storage) is None else offload_seconds(self.storages.num_bytes[storage])
-        return min((price for price in (again, filed) if price is not None), default=None)
+    def _cheapest(self, storage: int) -> float:
+        """What it costs to let go of a storage and have it again; infinite if it cannot be."""
+        again = self._price(storage) if self.again else inf
+        filed = inf if self._file_value(storage) is None else offload_seconds(self.storages.num_bytes[storage])
+        return min(again, filed)
 
     def _evict(self, storage: int) -> None:
         held = self._file_value(storage)
@@ -271,6 +295,7 @@ def recompute(schedule: Schedule, limit: int, offload: bool = False, again: bool
     """The schedule within `limit` bytes, with values computed again or offloaded; None if that does not suffice."""
     if least_bytes(schedule) > limit:
         return None
+    spend(len(schedule.steps))
     moves = _Play(schedule, limit, offload, again).run()
     if moves is None:
         return None

@@ -26,6 +26,7 @@ from koila.analysis.trace import Input, Joint, Traced
 from koila.analysis.types import Sliced
 from koila.planning.catalogue import is_plain_sum
 from koila.planning.cost import VIEW_SECONDS
+from koila.planning.effort import Exhausted, spend
 from koila.planning.forms import forms_of
 from koila.planning.levers.growth import CannotGrow, Drawing, Growth, hand_on, largest_bytes
 from koila.planning.operation import Operation, OperatorWork, Ref, slice_whole
@@ -96,6 +97,7 @@ class _Making:
 
     def sub_plan(self, layout_number: int, chunk: int) -> SubPlan:
         """The region with chunks of that size."""
+        spend(len(self.facts.items))
         plan = make_plan(self.layouts[layout_number], chunk)
         results = sum(map(largest_bytes, self.outputs))
         transient = max(0, project(plan).peak_bytes - results)
@@ -308,6 +310,8 @@ def _split_around(drawing: Drawing, value: int, limit: int) -> Schedule | None:
                 return _sized(making, limit)
         except CannotGrow:
             continue
+        except Exhausted:
+            raise
         except Exception as error:  # What cannot be analysed stays as it is (Rule 3).
             events.count(f"region_error::{type(error).__name__}: {error}")
     return None

@@ -35,8 +35,8 @@ from koila.planning.workspace.kernel_call import HALF, Formula, KernelCall, num_
 from koila.planning.workspace.onednn_convolutions import PRIMITIVE_BYTES
 from koila.planning.workspace.processor import Isa, Processor, this_processor
 
-__all__ = ["FAMILIES", "HALF", "PRIMITIVE_BYTES", "Isa", "Processor", "num_bytes", "retained_bytes", "this_processor",
-           "workspace_bytes"]  # fmt: skip
+__all__ = ["FAMILIES", "HALF", "PRIMITIVE_BYTES", "Isa", "Processor", "may_allocate", "num_bytes", "retained_bytes",
+           "this_processor", "workspace_bytes"]  # fmt: skip
 
 FAMILIES: dict[str, dict[Any, Formula]] = {
     "pointwise": pointwise.ROWS,
@@ -82,6 +82,13 @@ def workspace_bytes(
     if formula is None or (formula is pointwise.casts and _has_one_type((*args, result), kwargs)):
         return copied
     return copied + int(formula(_kernel_call(target, args, result, kwargs, processor)))
+
+
+def may_allocate(target: OpOverload, args: Sequence[Any], result: Any, kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether an operator may allocate anything beyond its results, with operands of these types at any sizes."""
+    form, formula = _row(target)
+    is_plain = formula is None or (formula is pointwise.casts and _has_one_type((*args, result), kwargs))
+    return form.copies or not is_plain
 
 
 def retained_bytes(
