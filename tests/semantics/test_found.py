@@ -266,3 +266,242 @@ def test_a_hook_after_something_else_was_read_of_the_same_program() -> None:
         return value, weight.grad, seen
 
     same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("columns", [slice(1), slice(1, 2), slice(-1, None)], ids=str)
+def test_an_operator_that_reads_what_it_overwrites(columns: slice) -> None:
+    def program(lazy: Lazy) -> Any:
+        base = lazy(randn(7, 4)).clone()
+        part = base[:, columns]
+        half = part * 0.5
+        base -= part
+        return half, base
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S3")
+def test_eager_refuses_an_operator_that_reads_what_it_overwrites() -> None:
+    def program(lazy: Lazy) -> Any:
+        base = lazy(randn(7, 4)).clone()
+        base[1:] += base[:-1]
+        return base
+
+    for size in SIZES:
+        scope = koila.budget(chunk_size=size) if size else koila.budget("1GiB")
+        with scope, pytest.raises(RuntimeError, match="refer to a single memory location"):
+            outcome(program, koila.lazy)
+        recorder.forget()
+
+
+@pytest.mark.semantics("S3")
+def test_an_operator_that_reads_beside_what_it_overwrites_is_cut() -> None:
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(8, 4).requires_grad_()
+        base = lazy(leaf).clone()
+        base[:, 0] += base[:, 1]
+        base[:, 2:] += base[:, :2]
+        base[:, ::2] -= base[:, 1::2]
+        base += base
+        base.square().sum().backward()
+        return leaf.grad
+
+    koila.metrics.reset()
+    same_as_eager(program, chunks=(1, 3))
+    assert not [name for name in koila.metrics.counter_names() if name.startswith("fallback")]
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("change", [torch.Tensor.squeeze_, lambda value: value.transpose_(0, 1)], ids=["one", "two"])
+def test_a_view_is_used_after_the_shape_of_its_base_was_changed(change: Any) -> None:
+    def variance(value: torch.Tensor) -> torch.Tensor:
+        base = value.clone()
+        view = base.select(-1, 0)
+        change(base)
+        return view.var(correction=0)
+
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(7, 1).requires_grad_()
+        variance(lazy(leaf)).backward()
+        return leaf.grad
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
+def test_a_view_is_given_after_the_shape_of_its_base_was_changed() -> None:
+    def rows(value: torch.Tensor) -> torch.Tensor:
+        base = value * 1.5
+        view = base.select(-1, 0)
+        base.squeeze_()
+        return view
+
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(7, 1).requires_grad_()
+        rows(lazy(leaf)).backward(torch.arange(7, dtype=torch.float64))
+        found = rows(lazy(leaf))
+        return leaf.grad, found.detach().tolist(), rows(lazy(leaf)).sum().item()
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
+def test_a_base_is_used_after_the_shape_of_its_view_was_changed() -> None:
+    def squares(value: torch.Tensor) -> torch.Tensor:
+        base = value.clone()
+        view = base[:, 1:3]
+        view.transpose_(0, 1)
+        view[0] *= 2
+        return base.square().mean(1)
+
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(7, 4).requires_grad_()
+        squares(lazy(leaf)).sum().backward()
+        return leaf.grad
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("start", [None, 0, 4])
+@pytest.mark.parametrize("rows", [7, 1])
+def test_strides_through_the_memory_of_a_base(rows: int, start: int | None) -> None:
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(7, 3, 3).requires_grad_()
+        base = lazy(leaf) * 1.5
+        view = base.select(-1, 1)
+        strided = view.as_strided((rows, 2), (9, 3), start)
+        result = (strided * 0.5).sum(0)
+        (base.sum() + result.square().sum()).backward()
+        return result, leaf.grad
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S3")
+def test_a_write_through_strides_in_the_memory_of_a_base() -> None:
+    def program(lazy: Lazy) -> Any:
+        base = lazy(randn(7, 3, 3)) * 1.5
+        view = base.select(-1, 1)
+        view.as_strided((7, 2), (9, 3)).mul_(2)
+        return base.sum(0), view * 2
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S3")
+def test_strides_through_what_an_input_was_transposed_to() -> None:
+    def program(lazy: Lazy) -> Any:
+        whole = lazy(randn(4, 7).T)
+        same = whole.view_as(whole) + 0
+        return same.as_strided((7, 2), (1, 7)) * 2, same.as_strided((7, 2), (1, 7), 7) * 2
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S5")
+def test_a_view_of_what_was_detached_stays_outside_of_the_graph() -> None:
+    def program(lazy: Lazy) -> Any:
+        leaf = randn(7, 4).requires_grad_()
+        value = lazy(leaf) * 1.5
+        detached = value.detach()
+        view = detached.movedim(0, -1)
+        value -= detached
+        known = [each.requires_grad for each in (value, detached, view, view + 1)]
+        return known, view, value
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S5")
+def test_a_write_to_what_was_detached_leaves_the_original_outside_of_the_graph() -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = randn(4).requires_grad_()
+        value = lazy(randn(7, 4)) * 1.5
+        other, detached = value[0], value.detach()
+        view = detached[:, 1:]
+        detached.mul_(weight)
+        known = [each.requires_grad for each in (value, other, detached, view, value + 1, view + 1)]
+        view.sum().backward()
+        return known, value, weight.grad
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S5")
+def test_a_view_that_was_made_before_its_base_became_a_leaf() -> None:
+    def program(lazy: Lazy) -> Any:
+        base = (lazy(randn(7, 4)) * 1.5).detach()
+        view = base[0]
+        base.requires_grad_()
+        return [each.requires_grad for each in (base, view, view * 2, base * 2)], view
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S11")
+def test_the_gradient_of_a_linear_function_cannot_be_differentiated_again() -> None:
+    def program(lazy: Lazy) -> Any:
+        layer, weight = nn.Linear(4, 2).double(), randn(3).requires_grad_()
+        batch = lazy(randn(7, 4))
+        (linear,) = torch.autograd.grad(layer(batch).sum(), layer.weight, create_graph=True)
+        (square,) = torch.autograd.grad(layer(batch).square().sum(), layer.weight, create_graph=True)
+        (scaled,) = torch.autograd.grad(layer(batch).sum(), layer.weight, create_graph=True, grad_outputs=weight.sum())
+        loss = linear.sum() * batch.sum()
+        known = [each.requires_grad for each in (linear, square, scaled, loss)]
+        (square.mean() + scaled.mean()).backward()
+        return known, loss, layer.weight.grad, weight.grad
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S11")
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_gradient_through_what_was_read_and_beside_it(create_graph: bool) -> None:
+    def program(lazy: Lazy) -> Any:
+        layer = nn.Linear(4, 2).double()
+        rows = layer(lazy(randn(7, 4)))
+        value = rows.sum().item()
+        scale = lazy(randn(7)).sum()
+        loss = rows.square().sum() + layer.weight.square().sum() * scale
+        (found,) = torch.autograd.grad(loss, layer.weight, create_graph=create_graph)
+        if create_graph:
+            found.square().sum().backward()
+        return value, found.requires_grad, found.detach(), layer.weight.grad
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S2")
+def test_statistics_wait_while_a_program_with_a_constant_is_traced() -> None:
+    def program(lazy: Lazy) -> Any:
+        norm = nn.BatchNorm1d(4).double()
+        value = lazy(randn(7, 4)).sigmoid()
+        value[1:] = 0.25
+        result = norm(value)
+        loss = result.square().mean() + value.amax()
+        if isinstance(loss, koila.LazyTensor):
+            koila.plan(loss)
+            koila.metrics.reset()
+        loss.backward()
+        if isinstance(loss, koila.LazyTensor):
+            assert koila.metrics.counter_value("runs") == 1
+        return result, loss, norm.weight.grad, norm.running_mean, norm.running_var, norm.num_batches_tracked
+
+    same_as_eager(program, chunks=(1, 3), in_bytes=True)
+
+
+@pytest.mark.semantics("S3")
+def test_a_write_to_a_base_that_was_read_reaches_its_views() -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = randn(4).requires_grad_()
+        base = lazy(randn(7, 4)) * 1.5
+        view, detached = base[:, 1:], base.detach()
+        values = [each.sum().item() for each in (base, view, detached)]
+        base.mul_(weight)
+        known = [each.requires_grad for each in (base, view, detached, view * 2, detached * 2)]
+        (view * 2).sum().backward()
+        return values, known, weight.grad
+
+    same_as_eager(program, chunks=(1, 3))

@@ -163,8 +163,9 @@ def _found(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
         except NoFormula as reason:
             events.count(f"sizes::traced: {reason}")
     joint = trace(graph, demand, whole_norms)
-    known.add(Sample(graph, joint))
-    _structures.add(key, known)
+    if not joint.shares_memory:
+        known.add(Sample(graph, joint))
+        _structures.add(key, known)
     return joint
 
 

@@ -30,12 +30,15 @@ from koila._torch import (
     ordinary_dispatch,
     without_saved_tensors_hooks,
 )
+from koila.analysis.addressing import address_from_bases
 from koila.analysis.decompositions import decompositions
 from koila.analysis.decompositions.checks import CheckedFunctions, check_in_kernel
 from koila.analysis.functional import is_mutable, without_writes
+from koila.analysis.overlaps import check_overlaps
 from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
 from koila.analysis.slim import slim
+from koila.capture.pending import recorder
 from koila.errors import AnalysisError
 from koila.ir.dtypes import is_refused
 from koila.ir.graph import Graph
@@ -100,6 +103,8 @@ class Joint:
     """(node, position, value) of slots that could not be found again: the graph holds for these values only."""
     completed: tuple[int, ...] = ()
     """The leaves of `wrt` in the order in which autograd completes their gradients: the order of hooks on them."""
+    shares_memory: bool = False
+    """Whether a call writes beside what it reads in the same memory: at other sizes it may be the same elements."""
 
     def pinned_in(self, graph: Graph) -> tuple[float, ...]:
         """The numbers that a graph of this structure has in the places of the pinned ones."""
@@ -309,14 +314,16 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False, plain: frozen
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     program = _Program(graph, demand, inputs, written, plain)
     # Whoever asks for a value may be in inference mode, or below the dispatch keys that tracing needs.
-    with torch.inference_mode(False), ordinary_dispatch(), without_saved_tensors_hooks():
+    with torch.inference_mode(False), ordinary_dispatch(), without_saved_tensors_hooks(), recorder.tracing():
         fakes = [_fake(mode, prepass) for _, prepass in pairs]
         with torch.enable_grad(), mode, CheckedFunctions():
             module = make_fx(program, table)(*fakes)
+        shares_memory = check_overlaps(module.graph)
         if any(map(is_mutable, module.graph.nodes)) and not without_writes(module, mode, table):
             module = _functionalise(module, fakes, mode, table)
     _check_inputs(module, fakes)
     _simplify(module)
+    address_from_bases(module.graph)
     if not whole_norms:
         simplify_losses(module.graph)
     positions = [Input("leaf", number) for number in graph.counting]
@@ -330,7 +337,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False, plain: frozen
     slim(module.graph)
     names = (str(node.target) for node in module.graph.nodes if node.op == "get_attr")
     traced = Traced(module.graph, {name: getattr(module, name) for name in names})
-    return Joint(traced, inputs, len(graph.outputs), demand.wrt, written, pinned, completed)
+    return Joint(traced, inputs, len(graph.outputs), demand.wrt, written, pinned, completed, shares_memory)
 
 
 def _functionalise(

@@ -37,6 +37,7 @@ from koila.ir.graph import collect
 from koila.ir.node import Value
 from koila.ir.prepass import QUANTISED, Inference, Output, prepass_of
 from koila.ir.replay import current_context
+from koila.ir.second_order import goes_behind, gradients_requiring_grad
 from koila.ir.source import user_site
 from koila.ir.tree import leaves, map_leaves
 
@@ -172,19 +173,32 @@ def _autograd_grad(
         }  # fmt: skip
         found = _grad_on_real(outputs, inputs, grad_outputs, options)
         return map_leaves(found, _as_lazy) if is_recorded else found
-    metas = tuple(Output(_prepass(tensor).with_grad(bool(create_graph))) for tensor in _as_tuple(inputs))
+    grads = _second_order(outputs, inputs, grad_outputs) if create_graph else (False,) * len(_as_tuple(inputs))
+    metas = tuple(Output(_prepass(each).with_grad(grad)) for each, grad in zip(_as_tuple(inputs), grads, strict=True))
     return record(torch.autograd.grad, scan, Inference(metas, metas, ordered=True), current_context(), cacheable)
+
+
+def _second_order(outputs: Any, inputs: Any, grad_outputs: Any) -> tuple[bool, ...]:
+    """Which gradients require grad, as those that are made with `create_graph=True` may."""
+    roots = [root._value for root in _as_tuple(outputs) if type(root) is Bridge.lazy_type]
+    pending = [root for root in roots if root.real is None]
+    seeds = (seed for seed in _as_tuple(grad_outputs) if seed is not None)
+    if len(pending) < len(_as_tuple(outputs)) or any(seed.requires_grad for seed in seeds):
+        return (True,) * len(_as_tuple(inputs))
+    return gradients_requiring_grad(collect(pending, []), [_unwrap(each) for each in _as_tuple(inputs)])
 
 
 def _is_one_program(outputs: Any, inputs: Any) -> bool:
     """Whether the inputs are leaves, or lie in the pending program of the outputs: then the call can be recorded."""
     pending = [root._value for root in _as_tuple(outputs) if type(root) is Bridge.lazy_type]
     inner = [value for each in _as_tuple(inputs) if (value := _inner(each)) is not None]
+    graph = collect([value for value in pending if value.real is None], [])
+    if goes_behind(graph, [_unwrap(each) for each in _as_tuple(inputs)]):
+        return False
     if not inner:
         return bool(pending) or any(type(each) is Bridge.lazy_type for each in _as_tuple(inputs))
     if len(pending) < len(_as_tuple(outputs)) or any(value.real is not None for value in pending):
         return False
-    graph = collect(pending, [])
     is_known = all(value.node is None or value.node in graph.positions for value in inner)
     return is_known and not Bridge.realizer.is_inside(inner, graph.leaves)
 

@@ -67,6 +67,8 @@ class _Place(threading.local):
         """Programs that a later backward pass will run again, by identity."""
         self.num_runs = 0
         """How many runs are going on, one inside the other: what they write is in order already."""
+        self.num_traces = 0
+        """How many programs are being traced: modules that are looked through then are the tracer's."""
         self._life = _Life()
         weakref.finalize(self._life, _left.append, (self.effects, self.tape)).atexit = False
 
@@ -191,6 +193,16 @@ class Recorder:
             yield
         finally:
             place.num_runs -= 1
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """A program is traced in this thread."""
+        place = self.place
+        place.num_traces += 1
+        try:
+            yield
+        finally:
+            place.num_traces -= 1
 
     def note_rerun(self, rerun: Rerun) -> None:
         """A program will run again, as long as anything refers to it."""

@@ -130,6 +130,7 @@ def _wrapper(node: Node, scan: Scan) -> Callable[[Output], Any]:
         value = Value(output.prepass, _output_storage(output, scan, made), node, index)
         value.is_view = output.is_view
         value.is_base = output.shares is None and output.shares_output is None
+        value.family = 0 if value.is_base else _family(output, scan, made, node)
         place = recorder.place
         value.position = (place.epoch, place.count)
         place.count += 1
@@ -151,6 +152,14 @@ def _output_storage(output: Output, scan: Scan, made: list[Value | None]) -> Sto
     return Storage()
 
 
+def _family(output: Output, scan: Scan, made: list[Value | None], node: Node) -> int:
+    """That of what a result is a view of; one of its own for a result that shares the memory and is no view."""
+    if not output.is_view:
+        return node.sequence
+    viewed = scan.operands[output.shares] if output.shares is not None else made[output.shares_output or 0]
+    return viewed.family if isinstance(viewed, Value) else 0
+
+
 def _note_effects(node: Node, inference: Inference) -> None:
     """Tell the storages who reads and who writes them; a write to a real one is an effect."""
     register = node.func in HIDDEN_WRITERS
@@ -169,9 +178,10 @@ def _note_effects(node: Node, inference: Inference) -> None:
         storage.writers.append(node)
         if not isinstance(operand, Value):
             node.storages.append(storage)
-        storage.requires_grad |= requires_grad
         if isinstance(operand, Value) and requires_grad:
             operand.prepass = operand.prepass.with_grad(True)
+            if operand.family not in storage.with_grad:
+                storage.with_grad = (*storage.with_grad, operand.family)
         if storage.real and not inference.ordered:
             recorder.note_effect(node)
 

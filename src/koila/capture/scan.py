@@ -143,7 +143,7 @@ def _operand_meta(operand: Value | torch.Tensor) -> tuple[PrePass, bool]:
     if isinstance(operand, Value):
         prepass = operand.prepass
         if operand.requires_grad != prepass.requires_grad:
-            prepass = prepass.with_grad(True)
+            prepass = prepass.with_grad(operand.requires_grad)
         return prepass, operand.real is not None and operand.real.is_leaf
     return prepass_of(operand), operand.is_leaf
 

@@ -6,7 +6,7 @@ pending call still needs of the others, and what hangs on which leaves for autog
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -69,10 +69,25 @@ class Evaluation:
 
     @property
     def has_reshaped_views(self) -> bool:
-        """Whether a view must be made again from a value whose shape was changed in place after it."""
-        changed = (node.operands[index] for node in self._nodes for index in node.inference.reshapes)
-        storages = {id(value.storage) for value in changed if isinstance(value, Value)}
-        return any(id(value.storage) in storages for value in self.derived)
+        """Whether a view meets a value of the same memory whose shape was changed in place after the view was made.
+
+        It must be made again from that value, or is used later: a trace makes its gradient again from the new shape.
+        """
+        changed = dict[Storage, list[tuple[int, Value]]]()
+        if any(node.inference.reshapes for node in self._nodes):
+            for position, node in enumerate(self._nodes):
+                if any(self._is_older(value, changed.get(value.storage, ())) for value in node.values()):
+                    return True
+                for operand in (node.operands[index] for index in node.inference.reshapes):
+                    if isinstance(operand, Value):
+                        changed.setdefault(operand.storage, []).append((position, operand))
+        given = (self._is_older(value, changed.get(value.storage, ())) for value in self.graph.outputs)
+        return any(given) or any(value.storage in changed for value in self.derived)
+
+    def _is_older(self, value: Value, changes: Iterable[tuple[int, Value]]) -> bool:
+        """Whether one of these changes to other values of its memory came after a value was made."""
+        made, _ = self.graph.produced.get(value, (-1, 0))
+        return any(value is not other and made < position for position, other in changes)
 
     def scalar_roots(self) -> tuple[int, ...]:
         """The one wanted scalar that may be differentiated later without a seed."""

@@ -140,11 +140,13 @@ def gradients_whole(
 ) -> list[torch.Tensor | None]:
     """The gradients of some values by replaying the program on its leaves.
 
-    Without `create_graph` on stand-ins that share their data, so that nobody's hooks are called. Leaves that were
-    changed since are given as they were, by index, in `before`.
+    It goes on stand-ins that share their data, so that nobody's hooks are called, and so that gradients end there: one
+    leaf may be made from another. With `create_graph` the stand-ins are made from the leaves. Leaves that were changed
+    since are given as they were, by index, in `before`.
     """
     leaves = [graph.leaves[index] for index in wrt]
-    aliases = leaves if create_graph else [leaf.detach().requires_grad_() for leaf in leaves]
+    with torch.enable_grad():
+        aliases = [leaf.view_as(leaf) if create_graph else leaf.detach().requires_grad_() for leaf in leaves]
     swap = {id(graph.leaves[index]): alias for index, alias in zip(wrt, aliases, strict=True)}
     swap |= {id(graph.leaves[index]): leaf for index, leaf in before.items()}
     with torch.enable_grad():

@@ -25,15 +25,15 @@ from koila.ir.source import Site
 class Storage:
     """Memory that several values may share."""
 
-    __slots__ = ("__weakref__", "readers", "real", "requires_grad", "writers")
+    __slots__ = ("__weakref__", "readers", "real", "with_grad", "writers")
 
     def __init__(self, real: bool = False) -> None:
         self.real = real
         """Whether it is the memory of a real tensor: a write to it is an effect that must happen."""
         self.writers: list[Node] = []
         self.readers: list[weakref.ref[Node]] = []
-        self.requires_grad = False
-        """Whether a write made its views require grad."""
+        self.with_grad: tuple[int, ...] = ()
+        """The families of its values that require grad because one of them was written to."""
 
     def forget(self, executed: Container[Node]) -> None:
         """These nodes have run. Each entry is removed by itself: another thread may be recording a new one."""
@@ -52,6 +52,7 @@ class Value:
     __slots__ = (
         "__weakref__",
         "budget",
+        "family",
         "holders",
         "index",
         "is_base",
@@ -82,14 +83,18 @@ class Value:
         """The LazyTensors that are this value; the user may hold several."""
         self.is_view = False
         self.is_base = False
-        """Whether its memory was made for it: autograd follows writes to its views, as to other views of it; what
-        `detach` gives shares the memory only."""
+        """Whether its memory was made for it."""
+        self.family = 0
+        """Which values of its memory autograd knows to be views of one of them: a write to one reaches the others. What
+        `detach` gives shares the memory only: it and its views are another family."""
         self.keep = False
         """Whether the user asked for it to be a result of the run that computes it."""
 
     @property
     def requires_grad(self) -> bool:
-        return self.prepass.requires_grad or (self.storage.requires_grad and (self.is_view or self.is_base))
+        if self.real is not None:  # A write to a tensor that it is a view of may have changed it.
+            return self.real.requires_grad
+        return self.prepass.requires_grad or self.family in self.storage.with_grad
 
     @property
     def batch(self) -> int | None:
