@@ -203,7 +203,7 @@ def test_an_error_while_the_program_is_traced(share: float, error: type[BaseExce
     loss = record(task)
     before = state_of(task.model)
     try:
-        with koila.budget(chunk_size=2), FailAt(int(700 * share), error):
+        with koila.budget(chunk_size=2), FailAt(int(400 * share), error):
             loss.backward()
     except error:
         assert_unchanged(task.model, before, f"{error.__name__} at {share}")

@@ -82,8 +82,8 @@ def held_bytes() -> tuple[int, int]:
     """Bytes of all tensors that are alive, and how many objects there are."""
     gc.collect()
     objects = gc.get_objects()
-    # By type: lazy and fake tensors have no bytes, and some objects answer `isinstance` with a warning.
-    tensors = [each for each in objects if type(each) in (torch.Tensor, nn.Parameter)]
+    # By type: lazy, fake and meta tensors have no bytes, and some objects answer `isinstance` with a warning.
+    tensors = [each for each in objects if type(each) in (torch.Tensor, nn.Parameter) and not each.is_meta]
     return sum(each.numel() * each.element_size() for each in tensors), len(objects)
 
 

@@ -188,13 +188,14 @@ def test_an_interrupt_between_any_two_lines(scope: Scope) -> None:
     _loss(wanted, plain).backward()
     committed = _state(wanted)
     counting, outcomes = Interrupt(), set[bool]()
-    for _ in range(2):  # The second time nothing is traced or planned any more.
+    for _ in range(3):  # The third time nothing is traced, planned or looked up for the first time.
         counting = Interrupt()
         with scope():
             loss = _loss(_net(), koila.lazy)
             with counting.watching():
                 loss.backward()
-    for number in range(1, counting.lines, counting.lines // 24):
+    # A run may take a few lines less than the one before it.
+    for number in range(1, counting.lines - counting.lines // 50, counting.lines // 24):
         net = _net()
         with scope():
             loss = _loss(net, koila.lazy)

@@ -146,8 +146,11 @@ class Family:
             raise NoFormula(f"{' and '.join(str(other.target) for other in row)} stand in one place")
         args = self._align([other.args for other in row])
         kwargs = self._align([dict(other.kwargs) for other in row])
-        is_given = node.op in ("placeholder", "output", "get_attr")
-        layout = None if is_given else apply_symbolic_shapes([other.meta["val"] for other in row], self._number)
+        if node.op in ("placeholder", "output", "get_attr"):
+            return _Template(node, args, kwargs, None)
+        if any("val" not in other.meta for other in row):
+            raise NoFormula(f"nothing is known about the value of {node.target}")
+        layout = apply_symbolic_shapes([other.meta["val"] for other in row], self._number)
         return _Template(node, args, kwargs, layout)
 
     def _align(self, trees: list[Any]) -> Any:

@@ -127,8 +127,11 @@ def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
-    """Instead of the user's hooks on saved tensors, which must not see fake ones."""
-    return tensor
+    """Instead of the user's hooks on saved tensors, which must not see fake ones.
+
+    A result that is saved by its own call would hold itself for good, were it not detached.
+    """
+    return tensor.detach()
 
 
 _silent = Scopes[bool]("silent")

@@ -21,7 +21,7 @@ Number = int | float
 def call_structure(key: tuple[Any, ...]) -> Hashable:
     """What is left of the key of one call without numbers."""
     function, context, statics, metas, *rest = key
-    return function, context, tuple(map(_shape_of_static, statics)), tuple((_kind(p), leaf) for p, leaf in metas), *rest
+    return function, context, _without_numbers(statics), tuple((_kind(p), leaf) for p, leaf in metas), *rest
 
 
 def structure_of(graph: Graph) -> Hashable:
@@ -34,7 +34,7 @@ def structure_of(graph: Graph) -> Hashable:
     """
     calls, metas, batches, counting, outputs = graph.key
     nodes = tuple(
-        (function, context, tuple(map(_shape_of_static, statics)), operands, len(node.draws), _results(node))
+        (function, context, _without_numbers(statics), operands, len(node.draws), _results(node))
         for ((function, context, statics), operands), node in zip(calls, graph.nodes, strict=True)
     )
     return nodes, tuple((*_kind(prepass), is_leaf) for prepass, is_leaf in metas), batches, counting, outputs
@@ -55,7 +55,7 @@ def _numbers(graph: Graph) -> Iterator[Number]:
     for prepass, _ in metas:
         yield from (*prepass.shape, *prepass.stride)
     for ((_, _, statics), _), node in zip(calls, graph.nodes, strict=True):
-        for static in statics:
+        for static in statics if isinstance(statics, tuple) else ():
             yield from _numbers_in(static)
         for output in node.inference.outputs:
             yield from output.prepass.shape
@@ -79,6 +79,11 @@ def _kind(prepass: PrePass) -> tuple[Any, ...]:
         len(prepass.shape), tuple(order), flags, prepass.dtype, prepass.device, prepass.layout, prepass.requires_grad,
         prepass.batch, prepass.inference, prepass.bits,
     )  # fmt: skip
+
+
+def _without_numbers(statics: Any) -> Any:
+    """The static arguments of a call; those of a call that is like no other stand for themselves."""
+    return tuple(map(_shape_of_static, statics)) if isinstance(statics, tuple) else statics
 
 
 def _is_number(static: Any) -> bool:
