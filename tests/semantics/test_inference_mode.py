@@ -79,7 +79,7 @@ def test_a_training_value_forced_inside_is_still_differentiable(budget: dict[str
             value = loss.item()
         assert not loss.run().is_inference()
         loss.backward()
-    assert value == pytest.approx(float((real @ weights[0]).tanh().sum()), rel=1e-10)
+    assert value == pytest.approx((real @ weights[0]).tanh().sum().item(), rel=1e-10)
     assert weights[0].grad is not None and weights[1].grad is not None
     assert close(weights[1].grad, weights[0].grad)
 
