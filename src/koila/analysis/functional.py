@@ -34,6 +34,14 @@ def is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
+def _is_spread(node: fx.Node) -> bool:
+    """Whether a node copies a smaller value over a larger one: left to a new trace, which gave other numbers here."""
+    if node.target is not torch.ops.aten.copy_.default:
+        return False
+    target, source = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
+    return bool(target.shape != source.shape)
+
+
 def without_writes(module: fx.GraphModule, mode: FakeTensorMode, table: dict[Any, Any]) -> bool:
     """Turn writes into values; False, and the graph is as it was, if one of them cannot be.
 
@@ -42,6 +50,8 @@ def without_writes(module: fx.GraphModule, mode: FakeTensorMode, table: dict[Any
         mode: The mode of its fake tensors.
         table: Decompositions: an operator that has one is left to a new trace.
     """
+    if any(map(_is_spread, module.graph.nodes)):
+        return False
     try:
         targets = {node: _functional(node, table) for node in module.graph.nodes if is_mutable(node)}
         names = _Names(module.graph)
