@@ -505,3 +505,17 @@ def test_a_write_to_a_base_that_was_read_reaches_its_views() -> None:
         return values, known, weight.grad
 
     same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("source", [(), (7, 1)])
+def test_a_value_is_spread_over_another_and_seen_through_a_detached_view(source: tuple[int, ...]) -> None:
+    def program(lazy: Lazy) -> Any:
+        base = lazy(randn(7, 4)) * 2
+        apart = base.detach()
+        base.copy_(randn(*source))
+        seen = apart.sin()
+        base.clamp_(-0.5, 0.5)
+        return seen, apart.cos(), base.std()
+
+    same_as_eager(program, chunks=(1, 3))

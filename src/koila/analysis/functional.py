@@ -42,6 +42,16 @@ def _is_spread(node: fx.Node) -> bool:
     return bool(target.shape != source.shape)
 
 
+def _is_written_apart(graph: fx.Graph) -> bool:
+    """Whether memory is written that a detached value lies in, too: left to a new trace, as well."""
+    storage = lambda node: storage_key(node.meta["val"].untyped_storage())  # noqa: E731
+    detached = [
+        node for node in graph.nodes if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+    ]
+    written = {storage(node.args[0]) for node in graph.nodes if is_mutable(node) and isinstance(node.args[0], fx.Node)}
+    return any(storage(node) in written for node in detached)
+
+
 def without_writes(module: fx.GraphModule, mode: FakeTensorMode, table: dict[Any, Any]) -> bool:
     """Turn writes into values; False, and the graph is as it was, if one of them cannot be.
 
@@ -50,7 +60,7 @@ def without_writes(module: fx.GraphModule, mode: FakeTensorMode, table: dict[Any
         mode: The mode of its fake tensors.
         table: Decompositions: an operator that has one is left to a new trace.
     """
-    if any(map(_is_spread, module.graph.nodes)):
+    if any(map(_is_spread, module.graph.nodes)) or _is_written_apart(module.graph):
         return False
     try:
         targets = {node: _functional(node, table) for node in module.graph.nodes if is_mutable(node)}
