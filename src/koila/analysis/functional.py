@@ -34,24 +34,6 @@ def is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
-def _is_spread(node: fx.Node) -> bool:
-    """Whether a node copies a smaller value over a larger one: left to a new trace, which gave other numbers here."""
-    if node.target is not torch.ops.aten.copy_.default:
-        return False
-    target, source = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
-    return bool(target.shape != source.shape)
-
-
-def _is_written_apart(graph: fx.Graph) -> bool:
-    """Whether memory is written that a detached value lies in, too: left to a new trace, as well."""
-    storage = lambda node: storage_key(node.meta["val"].untyped_storage())  # noqa: E731
-    detached = [
-        node for node in graph.nodes if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-    ]
-    written = {storage(node.args[0]) for node in graph.nodes if is_mutable(node) and isinstance(node.args[0], fx.Node)}
-    return any(storage(node) in written for node in detached)
-
-
 def without_writes(module: fx.GraphModule, mode: FakeTensorMode, table: dict[Any, Any]) -> bool:
     """Turn writes into values; False, and the graph is as it was, if one of them cannot be.
 
@@ -60,8 +42,6 @@ def without_writes(module: fx.GraphModule, mode: FakeTensorMode, table: dict[Any
         mode: The mode of its fake tensors.
         table: Decompositions: an operator that has one is left to a new trace.
     """
-    if any(map(_is_spread, module.graph.nodes)) or _is_written_apart(module.graph):
-        return False
     try:
         targets = {node: _functional(node, table) for node in module.graph.nodes if is_mutable(node)}
         names = _Names(module.graph)
@@ -72,7 +52,13 @@ def without_writes(module: fx.GraphModule, mode: FakeTensorMode, table: dict[Any
     before.output(before.graph_copy(module.graph, {}))
     try:
         with torch.no_grad(), mode:
-            dirty = {node for change in changes for node in _replace(module.graph, names.place, *change)}
+            values: dict[fx.Node, fx.Node] = {}
+            again = {name for _, _, earlier in changes for name in earlier}
+            dirty = set[fx.Node]()
+            for write, target, earlier in changes:
+                # A tensor that is written again has the value of the write before as a name.
+                known = [values.get(name, name) for name in earlier]
+                dirty |= set(_replace(module.graph, names.place, write, target, known, values, write not in again))
             _update_layouts(module.graph, dirty)
     except Exception:  # What is illegal in the new layout is left to a new trace.
         module.graph = before
@@ -156,12 +142,13 @@ def _are_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _replace(
-    graph: fx.Graph, place: dict[fx.Node, int], write: fx.Node, target: Any, names: list[fx.Node]
-) -> Iterator[fx.Node]:
+    graph: fx.Graph, place: dict[fx.Node, int], write: fx.Node, target: Any, names: list[fx.Node],
+    values: dict[fx.Node, fx.Node], is_last: bool,
+) -> Iterator[fx.Node]:  # fmt: skip
     """Put a value in the place of a write, for whoever reads the tensor afterwards; give it if it lies otherwise."""
     old, here = write.meta["val"], place[write]
     operand, source = write.args[0], write.args[1] if len(write.args) > 1 else None
-    if target is aten.copy.default and operand.op == "placeholder" and _is_like(source, old):  # type: ignore[union-attr]
+    if is_last and target is aten.copy.default and operand.op == "placeholder" and _is_like(source, old):  # type: ignore[union-attr]
         made: Any = source  # The run returns the new value and commits it later (Rule 4).
     else:
         with graph.inserting_before(write):
@@ -176,6 +163,7 @@ def _replace(
     for name in names:
         name.replace_all_uses_with(made, lambda user: place[user] > here)
     write.replace_all_uses_with(made)
+    values[write] = made
     graph.erase_node(write)
 
 
