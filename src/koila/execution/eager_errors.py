@@ -19,8 +19,8 @@ from koila import events
 from koila._torch import FakeTensorMode, current_backward, write_count
 from koila.ir.graph import Graph, collect, connected_nodes
 from koila.ir.node import HOOKS, Node, Value
-from koila.ir.prepass import prepass_of
 from koila.ir.replay import replay
+from koila.ir.stand_ins import StandIns
 
 _RECORDED = -2
 """Stands for a backward pass that was a recorded call."""
@@ -92,20 +92,10 @@ def _differentiate(
     graph: Graph, freed: Iterable[Node], written: Iterable[Value], changed: Iterable[torch.Tensor]
 ) -> None:
     """Do on fake tensors what eager would do by now, and differentiate the outputs."""
-    environment: dict[Value, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.set_detect_anomaly(False):
-        fakes = {id(leaf): _fake(leaf) for leaf in graph.leaves}
-
-        def lookup(leaf: Any) -> Any:
-            if type(leaf) is Value:
-                leaf = environment.get(leaf, leaf.real)
-            return fakes.get(id(leaf), leaf)
-
-        def numbers(node: Node) -> list[torch.Tensor]:
-            return [torch.empty(source.shape, dtype=source.dtype) for source in node.draws]
-
-        calls = [node for node in graph.nodes if node.func not in HOOKS]
-        replay(calls, environment, lambda node: lookup, numbers)
+        fakes = StandIns(graph)
+        environment = fakes.environment
+        replay(fakes.calls, environment, lambda node: fakes.lookup, fakes.numbers)
         before = (node.output(index) for node in freed for index in range(node.num_outputs))
         _backward([environment[value] for value in before if value in environment])
         with torch.no_grad():
@@ -113,7 +103,7 @@ def _differentiate(
                 if value in environment:
                     environment[value].detach().zero_()
             for leaf in changed:
-                fakes[id(leaf)].detach().zero_()
+                fakes.leaves[id(leaf)].detach().zero_()
         _backward([environment[value] for value in graph.outputs if value in environment])
 
 
@@ -121,12 +111,6 @@ def _backward(values: list[torch.Tensor]) -> None:
     roots = [value for value in values if value.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-
-
-def _fake(leaf: torch.Tensor) -> torch.Tensor:
-    prepass = prepass_of(leaf)
-    fake = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
-    return fake.requires_grad_() if prepass.requires_grad else fake
 
 
 def check_again(graph: Graph, roots: Iterable[Any]) -> None:

@@ -15,9 +15,9 @@ import torch
 from koila._torch import FakeTensorMode, ordinary_dispatch, without_saved_tensors_hooks
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
-from koila.ir.node import HOOKS, Node, Value
-from koila.ir.prepass import prepass_of, with_bits
+from koila.ir.node import Value
 from koila.ir.replay import replay
+from koila.ir.stand_ins import StandIns
 
 _known: Cache[tuple[bool, ...]] = Cache("second_order_cache", 1024)
 """By program and inputs, which gradients require grad."""
@@ -80,29 +80,13 @@ def _place(graph: Graph, tensor: Value | torch.Tensor) -> Any:
 
 
 def _ask(graph: Graph, inputs: Sequence[Value | torch.Tensor]) -> tuple[bool, ...]:
-    environment: dict[Value, Any] = {}
     with (
         torch.inference_mode(False), ordinary_dispatch(), without_saved_tensors_hooks(),
         FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.set_detect_anomaly(False),
     ):  # fmt: skip
-        fakes = {id(leaf): _fake(leaf) for leaf in graph.leaves}
-
-        def lookup(leaf: Any) -> Any:
-            if type(leaf) is Value:
-                leaf = environment.get(leaf, leaf.real)
-            return fakes.get(id(leaf), leaf)
-
-        def numbers(node: Node) -> list[torch.Tensor]:
-            return [torch.empty(source.shape, dtype=source.dtype) for source in node.draws]
-
-        replay([node for node in graph.nodes if node.func not in HOOKS], environment, lambda node: lookup, numbers)
-        roots = [environment[value] for value in graph.outputs]
+        fakes = StandIns(graph)
+        replay(fakes.calls, fakes.environment, lambda node: fakes.lookup, fakes.numbers)
+        roots = [fakes.environment[value] for value in graph.outputs]
         seeds = [torch.ones_like(root) for root in roots]
-        gradients = torch.autograd.grad(roots, [lookup(each) for each in inputs], seeds, create_graph=True)
+        gradients = torch.autograd.grad(roots, [fakes.lookup(each) for each in inputs], seeds, create_graph=True)
         return tuple([gradient.requires_grad for gradient in gradients])
-
-
-def _fake(leaf: torch.Tensor) -> torch.Tensor:
-    prepass = prepass_of(leaf)
-    fake = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
-    return with_bits(fake, prepass.bits).requires_grad_(prepass.requires_grad)

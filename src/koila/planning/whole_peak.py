@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -24,8 +24,8 @@ from koila.ir.graph import Graph
 from koila.ir.job import Job
 from koila.ir.node import HOOKS, Node, Value
 from koila.ir.numbers import num_input_numbers, numbers_of, structure_of
-from koila.ir.prepass import prepass_of
 from koila.ir.replay import Lookup, replay
+from koila.ir.stand_ins import StandIns
 from koila.planning.peak import Projection
 from koila.planning.stories import Stories, Story
 from koila.planning.tracker import FakeTracker
@@ -121,21 +121,10 @@ def _replayed(graph: Graph, roots: Sequence[Value]) -> FakeTracker:
     """Replay the program on fake tensors with autograd, and differentiate its roots."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        fakes = {id(leaf): _fake_leaf(leaf) for leaf in graph.leaves}
-    environment: dict[Value, Any] = {}
-
-    def lookup(leaf: Any) -> Any:
-        if type(leaf) is Value:
-            found = environment.get(leaf)
-            leaf = leaf.real if found is None else found
-        return fakes.get(id(leaf), leaf)
-
-    def numbers(node: Node) -> list[torch.Tensor]:
-        return [torch.empty(source.shape, dtype=source.dtype) for source in node.draws]
-
+        fakes = StandIns(graph)
+    environment = fakes.environment
     alive = set(graph.outputs)
-    calls = [node for node in graph.nodes if node.func not in HOOKS]
-    last = {value: node for node in calls for value in node.values()}
+    last = {value: node for node in fakes.calls for value in node.values()}
     ending: dict[Node, list[Value]] = {}
     for value, node in last.items():
         ending.setdefault(node, []).append(value)
@@ -150,17 +139,11 @@ def _replayed(graph: Graph, roots: Sequence[Value]) -> FakeTracker:
 
         def lookup_for(node: Node) -> Lookup:
             tracker.place = places[node]
-            return lookup
+            return fakes.lookup
 
-        replay(calls, environment, lookup_for, numbers, free)
+        replay(fakes.calls, environment, lookup_for, fakes.numbers, free)
         tracker.place = None  # A backward pass.
         with torch.autograd.set_detect_anomaly(False):  # It would look for NaN in fake gradients.
             for root in roots:
                 environment[root].backward(torch.ones_like(environment[root]), retain_graph=root is not roots[-1])
     return tracker
-
-
-def _fake_leaf(leaf: torch.Tensor) -> torch.Tensor:
-    prepass = prepass_of(leaf)
-    fake = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
-    return fake.requires_grad_() if prepass.requires_grad else fake
