@@ -28,6 +28,7 @@ from koila.errors import KoilaError as KoilaError
 from koila.errors import KoilaWarning as KoilaWarning
 from koila.errors import StaleInputError as StaleInputError
 from koila.execution.evaluation import Evaluation as Evaluation
+from koila.integrations.loader import loader
 from koila.interfaces import BatchInfo as BatchInfo
 from koila.interfaces import Runnable as Runnable
 from koila.interfaces import RunnableTensor as RunnableTensor
@@ -51,6 +52,7 @@ __all__ = [
     "keep",
     "last_report",
     "lazy",
+    "loader",
     "measure",
     "metrics",
     "plan",

@@ -346,14 +346,21 @@ def _shown(value: object) -> str:
 def _read_variable(text: str) -> int:
     """The variable's text is read like a literal: 1073741824, 0.5, 512MiB. Kept, so that a share does not change from
     run to run."""
-    value: int | float | str = text
+    return read_bytes(literal(text), VARIABLE, quoted=False)
+
+
+def literal(text: str) -> int | float | str:
+    """What a text outside of a program means: `1073741824` is a number of bytes, `0.5` a share, `512MiB` stays a text.
+
+    >>> literal("0.5"), literal("512MiB")
+    (0.5, '512MiB')
+    """
     for kind in (int, float):
         try:
-            value = kind(text)
-            break
+            return kind(text)
         except ValueError:
             continue
-    return read_bytes(value, VARIABLE, quoted=False)
+    return text
 
 
 def _read_chunk_size(value: object) -> int | None:

@@ -23,6 +23,7 @@ NAMES = [
     "keep",
     "last_report",
     "lazy",
+    "loader",
     "measure",
     "metrics",
     "plan",

@@ -24,9 +24,14 @@ def few_frames() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if os.environ.get(VARIABLE) != "full":
+        if not wants_all_frames():
             error.__traceback__ = trimmed(error.__traceback__)
         raise
+
+
+def wants_all_frames() -> bool:
+    """Whether the user asked to see koila's own frames."""
+    return os.environ.get(VARIABLE) == "full"
 
 
 def trimmed(traceback: TracebackType | None) -> TracebackType | None:

@@ -1,0 +1,130 @@
+"""`koila run`: an unmodified script inside a byte budget.
+
+*Takes* the script, its arguments, and the budget. *Gives* the script's exit code, or that of a refusal; on stderr what
+was made lazy, and at the end what was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from koila._api import last_report, reports
+from koila._budget import budget, literal, read_bytes
+from koila._bytes import format_bytes
+from koila.cli import exits
+from koila.cli.inputs import LazyInputs
+from koila.cli.script import run_script
+from koila.errors import BudgetError
+from koila.ir.source import user_line_of
+from koila.reporting import metrics
+
+EXAMPLES = """\
+examples:
+  koila run --budget 2GiB train.py --epochs 3      keep each step inside 2 GiB
+  koila run --budget 0.5 train.py                  inside half of what is free now
+  koila run train.py                               inside what is free now
+  koila run --batch 1 --budget 512MiB train.py     the batch is dimension 1 (time first)
+  koila run --budget 1GiB --offload train.py       values that do not fit wait in files
+
+What a DataLoader yields in the main process is made lazy; without a DataLoader, what is passed to the
+outermost module in train mode. The script itself is not changed, and gets its own arguments.
+
+exit codes:
+  the script's own; 1 if it raises; 2 if the command cannot be understood; 3 if the budget cannot be met"""
+
+
+def add_to(commands: Any) -> None:
+    """The command's arguments."""
+    parser = commands.add_parser(
+        "run", help="run a script inside a byte budget", description="Run an unmodified script inside a byte budget.",
+        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    add_script_arguments(parser)
+    parser.set_defaults(command=run)
+
+
+def add_script_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every command takes that runs a script."""
+    parser.add_argument(
+        "--budget", type=literal, metavar="SIZE",
+        help="what a step may allocate: 512MiB, 2GB, or a share of what is free such as 0.5",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=int, default=0, metavar="DIM", help="the dimension of the batch (default: 0)")
+    parser.add_argument(
+        "--offload", nargs="?", const=True, metavar="FOLDER", help="let values wait in files of this folder"
+    )
+    parser.add_argument("--quiet", action="store_true", help="say nothing of koila's own on stderr")
+    parser.add_argument("script", help="the Python file to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+
+
+def scope_of(options: argparse.Namespace) -> AbstractContextManager[Any]:
+    """The budget that the options name.
+
+    Raises:
+        BudgetError: It is not one.
+    """
+    allowed = None if options.budget is None else read_bytes(options.budget, "--budget", quoted=False)
+    return budget(allowed, offload=options.offload)
+
+
+def speaker(options: argparse.Namespace) -> Callable[[str], None]:
+    """How the command talks to the person: on stderr, or not at all."""
+    if options.quiet:
+        return lambda text: None
+    return lambda text: print(f"koila: {text}", file=sys.stderr)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script."""
+    say, scope = speaker(options), scope_of(options)
+    inputs = LazyInputs(options.batch, say)
+    try:
+        with scope, inputs.in_force():
+            code = run_script(options.script, options.arguments)
+    except BudgetError as refusal:
+        print(refused(refusal, options), file=sys.stderr)
+        return exits.REFUSED
+    except SystemExit:
+        say(_summary(inputs))
+        raise
+    if code == exits.OK or not inputs.is_idle:
+        say(_summary(inputs))
+    return code
+
+
+def refused(refusal: BudgetError, options: argparse.Namespace) -> str:
+    """A refusal as a person reads it: the script's line first, then the fact, then what to type."""
+    place = user_line_of(refusal.__traceback__)
+    lines = [f"koila: {'' if place is None else f'{place}: '}{refusal.fact}"]
+    lines += [f"  {refusal.where}"] if refusal.where is not None else []
+    if refusal.needed_bytes:
+        typed = shlex.join([options.script, *options.arguments])
+        lines.append(f"  try: koila run --budget {refusal.needed_bytes} {typed}")
+    elif refusal.hint is not None:
+        lines.append(f"  try: {refusal.hint}")
+    return "\n".join(lines)
+
+
+def _summary(inputs: LazyInputs) -> str:
+    if inputs.is_idle:
+        return (
+            "nothing was made lazy: the script read no DataLoader and called no module in train mode; "
+            "koila.lazy(x, y) in the script does it by hand"
+        )
+    whole, split = (metrics.counter_value(f"runs::{how}") for how in ("whole", "split"))
+    total = whole + split
+    parts = [f"{total} run{'' if total == 1 else 's'}, {split} of them in chunks"]
+    projected = max((report.projected_bytes or 0 for report in reports()), default=0)
+    if projected:
+        allowed = last_report().allowed_bytes
+        limit = "" if allowed is None else f" of {format_bytes(allowed)} allowed"
+        parts.append(f"at most {format_bytes(projected)} projected{limit}")
+    fallbacks = sum(len(report.fallbacks) for report in reports())
+    parts += [f"{fallbacks} ran whole although the budget asked for a cut"] if fallbacks else []
+    return "; ".join(parts)
