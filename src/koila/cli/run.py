@@ -19,8 +19,7 @@ from koila._bytes import format_bytes
 from koila.cli import exits
 from koila.cli.inputs import LazyInputs
 from koila.cli.script import run_script
-from koila.errors import BudgetError
-from koila.ir.source import user_line_of
+from koila.errors import BudgetError, compose_message
 from koila.reporting import metrics
 
 EXAMPLES = """\
@@ -99,16 +98,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def refused(refusal: BudgetError, options: argparse.Namespace) -> str:
-    """A refusal as a person reads it: the script's line first, then the fact, then what to type."""
-    place = user_line_of(refusal.__traceback__)
-    lines = [f"koila: {'' if place is None else f'{place}: '}{refusal.fact}"]
-    lines += [f"  {refusal.where}"] if refusal.where is not None else []
-    if refusal.needed_bytes:
-        typed = shlex.join([options.script, *options.arguments])
-        lines.append(f"  try: koila run --budget {refusal.needed_bytes} {typed}")
-    elif refusal.hint is not None:
-        lines.append(f"  try: {refusal.hint}")
-    return "\n".join(lines)
+    """A refusal as the error has it, with what to type instead of what to write."""
+    typed = shlex.join([options.script, *options.arguments])
+    hint = f"koila run --budget {refusal.needed_bytes} {typed}" if refusal.needed_bytes else refusal.hint
+    return f"koila: {compose_message(refusal.fact, refusal.where, hint)}"
 
 
 def _summary(inputs: LazyInputs) -> str:

@@ -1,7 +1,7 @@
 """`koila.loader`: a loader whose batches are lazy.
 
-*Takes* anything that yields batches: a DataLoader, or what Accelerate made of one. *Gives* the same batches, lazy, in the
-process that reads them and after the loader has put them on their device.
+*Takes* anything that yields batches: a DataLoader, or what Accelerate made of one. *Gives* the same batches, lazy, in
+the process that reads them and after the loader has put them on their device.
 """
 
 from __future__ import annotations

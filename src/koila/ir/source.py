@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType
 
 import torch
 
@@ -70,13 +70,3 @@ def user_site() -> Site:
     while _internal_code.get(frame.f_code, True) and _is_internal(frame.f_code) and frame.f_back is not None:
         frame = frame.f_back
     return Site(frame.f_code, frame.f_lasti)
-
-
-def user_line_of(traceback: TracebackType | None) -> str | None:
-    """The innermost line of a traceback that is the user's: outside torch and koila; None if there is none."""
-    found = None
-    while traceback is not None:
-        if not _is_internal(traceback.tb_frame.f_code):
-            found = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return found

@@ -23,6 +23,7 @@ from koila.errors import BudgetError
 from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
 from koila.ir.numbers import structure_of
+from koila.ir.source import user_site
 from koila.planning.cut import Cut, Cutter, Refused
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
@@ -220,7 +221,7 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
     held = f"; kept by koila.keep: {', '.join(repr(value.prepass) for value in kept)}" if kept else ""
     return BudgetError(
         f"needs {needed} bytes ({format_bytes(needed)}) at the smallest, allowed {allowed} ({format_bytes(allowed)})",
-        where=f"at the peak: {refused.largest}{site}{held}",
+        where=f"{user_site()} asks for it; at the peak: {refused.largest}{site}{held}",
         hint=f"budget={needed}; koila.explain(value, backward=True) shows what cannot be cut",
         needed_bytes=needed,
         allowed_bytes=allowed,
