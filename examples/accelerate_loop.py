@@ -1,7 +1,7 @@
 """For whoever trains with Accelerate: `koila.loader` around what `accelerator.prepare` returned.
 
-Batches are made lazy after Accelerate has put them on their device. Accumulation, clipping and `gather_for_metrics` stay
-as they are. Run it with `python examples/accelerate_loop.py`.
+Batches are made lazy after Accelerate has put them on their device. Accumulation, clipping and `gather_for_metrics`
+stay as they are. Run it with `python examples/accelerate_loop.py`.
 """
 
 from __future__ import annotations

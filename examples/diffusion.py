@@ -1,9 +1,9 @@
 """For whoever trains denoisers: noise and time steps drawn inside the step are those of the whole batch.
 
-What koila gives here: the batch that the schedule was tuned for, with eager's noise (drawn once, whole, and cut with the
-batch), and an average of the weights (EMA) that sees the same weights. What it does not give: sampling. A sampler goes
-through the network a thousand times without gradients, so its memory is that of one pass; a smaller batch of samples does
-as well there. Run it with `python examples/diffusion.py`.
+What koila gives here: the batch that the schedule was tuned for, with eager's noise (drawn once, whole, and cut with
+the batch), and an average of the weights (EMA) that sees the same weights. What it does not give: sampling. A sampler
+goes through the network a thousand times without gradients, so its memory is that of one pass; a smaller batch of
+samples does as well there. Run it with `python examples/diffusion.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""For whoever trains with Lightning: one callback. Training, validation, prediction and manual optimisation stay as they
-are. Run it with `python examples/lightning_callback.py`.
+"""For whoever trains with Lightning: one callback.
+
+Training, validation, prediction and manual optimisation stay as they are. Run it with
+`python examples/lightning_callback.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """For whoever trains policies: PPO's update over one large batch of steps, with advantages normalised over all of it.
 
 What koila gives here: the update. Means and standard deviations over the whole batch (advantages, entropy) are exact in
-chunks, where micro-batches by hand would normalise each part by itself. What it does not give: rollouts. They go through
-the policy one step at a time, without gradients, and read every action; leave them eager, as here. Run it with
+chunks, where micro-batches by hand would normalise each part by itself. What it does not give: rollouts. They go
+through the policy one step at a time, without gradients, and read every action; leave them eager, as here. Run it with
 `python examples/reinforcement.py`.
 """
 

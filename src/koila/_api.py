@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -225,9 +226,11 @@ def keep(value: Any) -> Any:
 
 
 def explain(value: Any, *, backward: bool = False, budget: object = None, total: object = None,
-            chunk_size: int | None = None, offload: Any = None,
-            device: str | torch.device | None = None) -> Explanation:  # fmt: skip
-    """Say how the program behind a value will run, how it can be cut, and why; nothing is run.
+            chunk_size: int | None = None, offload: Any = None, device: str | torch.device | None = None,
+            html: str | PathLike[str] | None = None) -> Explanation:  # fmt: skip
+    """Say how the program behind a value will run: in what order, with how much memory and time, and why.
+
+    Nothing is run.
 
     Args:
         value: A lazy tensor, or a structure of them.
@@ -237,6 +240,8 @@ def explain(value: Any, *, backward: bool = False, budget: object = None, total:
         chunk_size: Samples per chunk.
         offload: As in `koila.budget`.
         device: The device to plan for; where the inputs are if not given.
+        html: A file for the same as one page, with the memory step by step, the program with its types, and plans for
+            other budgets.
 
     Returns:
         An `Explanation`; print it.
@@ -245,7 +250,10 @@ def explain(value: Any, *, backward: bool = False, budget: object = None, total:
     1
     """
     task = _task(value, backward, _named(value, budget, total, chunk_size, offload), device)
-    return explanation(task.job, decision_of(task))
+    found = explanation(task.job, decision_of(task), alternatives=html is not None)
+    if html is not None:
+        found.save(html)
+    return found
 
 
 def plan(value: Any, *, backward: bool = False, budget: object = None, total: object = None,

@@ -23,7 +23,7 @@ from koila.errors import BudgetError
 from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
 from koila.ir.numbers import structure_of
-from koila.ir.source import user_site
+from koila.ir.source import Site, user_site
 from koila.planning.cut import Cut, Cutter, Refused
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
@@ -65,6 +65,8 @@ class Decision:
     """Under which measuring corrects its projection."""
     recipe: Recipe | None = None
     """How a search made its plan, for other sizes."""
+    sites: tuple[Site, ...] = ()
+    """The user's line of each recorded call, for a split run."""
 
     @property
     def projected_bytes(self) -> int | None:
@@ -192,7 +194,7 @@ def _smallest(job: Job, cutter: Cutter) -> Refused:
 def _split(job: Job, cut: Cut, reasons: tuple[str, ...]) -> Decision:
     return Decision(
         "split", cut.wanted, job.budget, job.graph.num_samples, cut.plan, cut.facts, cut.projection, cut.seconds,
-        reasons, program=cut.program, recipe=cut.recipe,
+        reasons, program=cut.program, recipe=cut.recipe, sites=tuple(node.site for node in job.graph.nodes),
     )  # fmt: skip
 
 

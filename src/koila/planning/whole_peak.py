@@ -62,6 +62,15 @@ def whole_peak(job: Job) -> Projection:
     return replace(found, peak_bytes=peak, kinds=tuple((kind, size) for kind, size in kinds if size))
 
 
+def whole_story(job: Job) -> Story | None:
+    """What an unsplit run of a job allocates and frees, event by event; None if it cannot be told."""
+    graph, roots = job.whole_graph, _roots(job)
+    try:
+        return _story(graph, roots, tuple(graph.outputs.index(root) for root in roots))
+    except Exception:  # `whole_peak` says why, and bounds it.
+        return None
+
+
 def _roots(job: Job) -> list[Value]:
     """What an unsplit run is differentiated from, now or later: its values carry PyTorch's own graph."""
     return [job.graph.outputs[root] for root in job.demand.roots]
