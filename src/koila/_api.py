@@ -256,6 +256,18 @@ def explain(value: Any, *, backward: bool = False, budget: object = None, total:
     return found
 
 
+def explain_request(request: BackwardRequest) -> Explanation:
+    """Explain a backward pass that a program asks for, with plans for other budgets; nothing is run. For `koila plan`.
+
+    Raises:
+        BudgetError: No plan fits the budget in force.
+    """
+    values = [root for root in request.roots if isinstance(root, Value)]
+    task = _engine.task(values, request)
+    assert task is not None  # A backward pass was asked for.
+    return explanation(task.job, decision_of(task), alternatives=True)
+
+
 def plan(value: Any, *, backward: bool = False, budget: object = None, total: object = None,
          chunk_size: int | None = None, offload: Any = None,
          device: str | torch.device | None = None) -> PlannedRun:  # fmt: skip

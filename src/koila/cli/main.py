@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from koila import __version__
-from koila.cli import doctor, exits, run
+from koila.cli import doctor, exits, plan, report, run
 from koila.cli.script import NoScript
 from koila.errors import KoilaError
 
@@ -19,6 +19,8 @@ koila runs a PyTorch program inside a byte budget, with the numbers of the whole
 EPILOG = """\
 examples:
   koila run --budget 2GiB train.py --epochs 3   run an unmodified script inside 2 GiB
+  koila plan train.py                           what would fit, and what it would cost in time
+  koila report run.json                         what a saved run did
   koila doctor                                  is everything here, and what is missing for what
 
 koila COMMAND --help has more."""
@@ -32,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"koila {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (run, doctor):
+    for command in (run, plan, report, doctor):
         command.add_to(commands)
     return parser
 

@@ -17,10 +17,12 @@ from koila._api import last_report, reports
 from koila._budget import budget, literal, read_bytes
 from koila._bytes import format_bytes
 from koila.cli import exits
+from koila.cli.files import file_ending_in
 from koila.cli.inputs import LazyInputs
 from koila.cli.script import run_script
 from koila.errors import BudgetError, compose_message
 from koila.reporting import metrics
+from koila.reporting.report import Report
 
 EXAMPLES = """\
 examples:
@@ -42,6 +44,10 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "run", help="run a script inside a byte budget", description="Run an unmodified script inside a byte budget.",
         epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument(
+        "--report", type=file_ending_in(".json", ".html"), metavar="FILE",
+        help="save what the largest step did: as .json for `koila report`, or as .html for a browser",
     )  # fmt: skip
     add_script_arguments(parser)
     parser.set_defaults(command=run)
@@ -81,8 +87,7 @@ def speaker(options: argparse.Namespace) -> Callable[[str], None]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script."""
-    say, scope = speaker(options), scope_of(options)
-    inputs = LazyInputs(options.batch, say)
+    scope, inputs = scope_of(options), LazyInputs(options.batch, speaker(options))
     try:
         with scope, inputs.in_force():
             code = run_script(options.script, options.arguments)
@@ -90,11 +95,22 @@ def run(options: argparse.Namespace) -> int:
         print(refused(refusal, options), file=sys.stderr)
         return exits.REFUSED
     except SystemExit:
-        say(_summary(inputs))
+        _conclude(inputs, options)
         raise
     if code == exits.OK or not inputs.is_idle:
-        say(_summary(inputs))
+        _conclude(inputs, options)
     return code
+
+
+def _conclude(inputs: LazyInputs, options: argparse.Namespace) -> None:
+    speaker(options)(_summary(inputs))
+    if options.report is not None:
+        _largest().save(options.report)
+
+
+def _largest() -> Report:
+    """The latest of the steps that needed most: not the reading of an accuracy after it."""
+    return max(reversed(reports()), key=lambda report: report.projected_bytes or 0, default=last_report())
 
 
 def refused(refusal: BudgetError, options: argparse.Namespace) -> str:
@@ -113,11 +129,10 @@ def _summary(inputs: LazyInputs) -> str:
     whole, split = (metrics.counter_value(f"runs::{how}") for how in ("whole", "split"))
     total = whole + split
     parts = [f"{total} run{'' if total == 1 else 's'}, {split} of them in chunks"]
-    projected = max((report.projected_bytes or 0 for report in reports()), default=0)
-    if projected:
-        allowed = last_report().allowed_bytes
-        limit = "" if allowed is None else f" of {format_bytes(allowed)} allowed"
-        parts.append(f"at most {format_bytes(projected)} projected{limit}")
+    largest = _largest()
+    if largest.projected_bytes:
+        limit = "" if largest.allowed_bytes is None else f" of {format_bytes(largest.allowed_bytes)} allowed"
+        parts.append(f"at most {format_bytes(largest.projected_bytes)} projected{limit}")
     fallbacks = sum(len(report.fallbacks) for report in reports())
     parts += [f"{fallbacks} ran whole although the budget asked for a cut"] if fallbacks else []
     return "; ".join(parts)
