@@ -228,9 +228,7 @@ def keep(value: Any) -> Any:
 def explain(value: Any, *, backward: bool = False, budget: object = None, total: object = None,
             chunk_size: int | None = None, offload: Any = None, device: str | torch.device | None = None,
             html: str | PathLike[str] | None = None) -> Explanation:  # fmt: skip
-    """Say how the program behind a value will run: in what order, with how much memory and time, and why.
-
-    Nothing is run.
+    """Say how the program behind a value will run: in what order, how much memory and time, and why. Nothing is run.
 
     Args:
         value: A lazy tensor, or a structure of them.
@@ -276,11 +274,10 @@ def plan(value: Any, *, backward: bool = False, budget: object = None, total: ob
     Args:
         value: A lazy tensor, or a structure of them.
         backward: Plan forward and backward together; `value` must then be a scalar.
-        budget: What the run may allocate, as in `koila.lazy`; the one in force if not given.
-        total: What the run may allocate and what is alive on the device, together; all of it on a device that is not
-            here.
-        chunk_size: Samples per chunk.
-        offload: As in `koila.budget`.
+        budget: As in `koila.explain`.
+        chunk_size: As in `koila.explain`.
+        offload: As in `koila.explain`.
+        total: What the run may allocate and what is alive on the device, together; all of it on one that is not here.
         device: The device to plan for; it need not be here. Workspaces are those of the CPU's kernels.
 
     Returns:

@@ -156,7 +156,7 @@ def without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_rich")
 def test_progress_writes_plain_lines_without_rich(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress():
+    with progress(always=True):
         _emit_a_run(num_chunks=2)
     _emit_a_run(num_chunks=2)
     captured = capsys.readouterr()
@@ -172,7 +172,7 @@ def test_progress_writes_plain_lines_without_rich(capsys: pytest.CaptureFixture[
 @pytest.mark.usefixtures("without_rich")
 @pytest.mark.parametrize("num_chunks", [25, 100, 1000])
 def test_plain_lines_are_few_and_end_with_the_last_chunk(num_chunks: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress():
+    with progress(always=True):
         _emit_a_run(num_chunks)
     lines = capsys.readouterr().err.splitlines()[1:-1]
     assert len(lines) <= 14
@@ -181,7 +181,7 @@ def test_plain_lines_are_few_and_end_with_the_last_chunk(num_chunks: int, capsys
 
 def test_progress_with_rich_shows_the_run_and_unsubscribes(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
-    with progress():
+    with progress(always=True):
         _emit_a_run(num_chunks=3)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -191,7 +191,7 @@ def test_progress_with_rich_shows_the_run_and_unsubscribes(capsys: pytest.Captur
 
 
 def test_progress_unsubscribes_when_the_block_raises() -> None:
-    with pytest.raises(RuntimeError, match="inside"), progress():
+    with pytest.raises(RuntimeError, match="inside"), progress(always=True):
         raise RuntimeError("inside")
     assert events._listeners == OWN
 
