@@ -23,6 +23,7 @@ attributes here as well, for `isinstance` and for annotations.
 
 from koila import _torch as _torch
 from koila import errors
+from koila import gpus as gpus
 from koila._api import eager as eager
 from koila._api import explain, last_report, lazy, plan, run
 from koila._api import graph as graph
@@ -54,6 +55,11 @@ from koila.interfaces import RunnableTensor as RunnableTensor
 from koila.interfaces import TensorMixin as TensorMixin
 from koila.ir.node import LazyFunction as LazyFunction
 from koila.ir.prepass import PrePass as PrePass
+from koila.lazy_core import add_step_closure as add_step_closure
+from koila.lazy_core import compile_program as compile_program
+from koila.lazy_core import dump_ir as dump_ir
+from koila.lazy_core import mark_step as mark_step
+from koila.lazy_core import structural_hash as structural_hash
 from koila.reporting import metrics
 from koila.reporting.planned_run import PlannedRun as PlannedRun
 from koila.reporting.progress import progress as progress

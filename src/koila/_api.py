@@ -76,11 +76,12 @@ def eager(value: torch.Tensor) -> EagerTensor:
     return real_tensor(value).as_subclass(EagerTensor)
 
 
-def run(value: Any, detach: bool = False) -> Any:
+def run(value: Any, partial: tuple[int, int] | None = None, *, detach: bool = False) -> Any:
     """Compute every lazy tensor in a structure, in one run.
 
     Args:
         value: A lazy tensor, any other `Runnable` (an object with a method `run()`), or any structure of them.
+        partial: Samples `(low, high)` of the batch to give; of scalars nothing else than all can be given.
         detach: Give tensors without autograd history.
 
     Returns:
@@ -90,9 +91,15 @@ def run(value: Any, detach: bool = False) -> Any:
     >>> run({"a": lazy(torch.ones(2)) + 1})
     {'a': tensor([2., 2.])}
     """
+    if partial is not None:
+        value = map_leaves(value, lambda leaf: _samples(leaf, partial))
     pending = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
     Bridge.realizer.materialize(pending, "run")
     return map_leaves(value, lambda leaf: _result(leaf, detach))
+
+
+def _samples(leaf: Any, partial: tuple[int, int]) -> Any:
+    return leaf._samples(partial) if isinstance(leaf, LazyTensor) and leaf.ndim else leaf
 
 
 def _result(leaf: Any, detach: bool) -> Any:

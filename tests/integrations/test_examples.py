@@ -18,8 +18,8 @@ import koila
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("demo", "unmodified_script"))
-"""The demo and the unmodified script have tests of their own."""
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if "def train(use_koila" in path.read_text(encoding="utf-8"))
+"""The others (the demo, the script for `koila run`) have tests of their own."""
 TOLERANCE = 1e-10
 OPTIONS: dict[str, dict[str, Any]] = {"hf_trainer": {"resume": True}, "lightning_callback": {"manual": True}}
 """What some examples can do besides."""
@@ -54,6 +54,11 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name] - tensor).double().norm() <= TOLERANCE * tensor.double().norm(), name
+
+
+def test_every_way_to_train_has_an_example() -> None:
+    ways = {"accelerate_loop", "diffusion", "hf_trainer", "lightning_callback", "peft_lora", "plain_loop"}
+    assert set(NAMES) >= {*ways, "reinforcement", "torchmetrics_loop"}
 
 
 @pytest.mark.parametrize("name", NAMES)

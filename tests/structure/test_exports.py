@@ -62,9 +62,15 @@ ATTRIBUTES = [
     "RunnableTensor",
     "StaleInputError",
     "TensorMixin",
+    "add_step_closure",
+    "compile_program",
+    "dump_ir",
+    "gpus",
     "lazy_forward",
     "lookup_function",
     "lookup_method",
+    "mark_step",
+    "structural_hash",
 ]
 """Names that programs may use with `koila.` before them, although nobody calls them every day."""
 
