@@ -324,11 +324,20 @@ def _read_text(text: str, name: str, quoted: bool) -> int:
             return parse_bytes(text)
         except ValueError:
             fault = f"{_shown(unit)} is not a unit of memory"
-    raise _refused(name, f"{name}={_shown(text)} cannot be read: {fault}", quoted, number or "512")
+    raise _refused(name, f"{name}={_shown(text)} cannot be read: {fault}", quoted, number or "512", _meant(unit))
 
 
-def _refused(name: str, fact: str, quoted: bool, number: str = "512") -> BudgetError:
-    example = f'{name}="{number[:20]}MiB"' if quoted else f"{name}={number[:20]}MiB"
+_ABBREVIATED = re.compile(r"[kmgtp](i?[bo]?$|ilo|eg|ig|er|et)", re.IGNORECASE)
+
+
+def _meant(unit: str) -> str:
+    """The unit that somebody has in mind who writes another: `G`, `gig` and `GO` are GiB."""
+    return f"{unit[0].upper()}iB" if _ABBREVIATED.match(unit or "") else "MiB"
+
+
+def _refused(name: str, fact: str, quoted: bool, number: str = "512", unit: str = "MiB") -> BudgetError:
+    amount = f"{number[:20]}{unit}"
+    example = f'{name}="{amount}"' if quoted else f"{name}={amount}"
     return BudgetError(fact, hint=f"{example}; accepted are {ACCEPTED}")
 
 

@@ -206,8 +206,15 @@ def _stale(node: Node, operand: Value | torch.Tensor) -> StaleInputError:
     return StaleInputError(
         f"an input of {node.name} (shape {list(real.shape)}) was changed after the call was recorded and before it ran",
         where=f"recorded at {node.site}, {'' if changed is None else f'changed at {changed}, '}run at {user_site()}",
-        hint="run it before the change with koila.run(value) or koila.settle(), or keep it with koila.keep(value)",
+        hint=_way_out(node),
     )
+
+
+def _way_out(node: Node) -> str:
+    """A run that was too small to hold the value has come and gone, or there was none."""
+    if node.done:
+        return "koila.keep(value) before the run that computes it, so that it is kept however large it is"
+    return "koila.run(value), or koila.settle() for all that is pending, before the line that changes the input"
 
 
 def _rebound(node: Node, name: str) -> StaleInputError:

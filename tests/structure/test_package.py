@@ -1,0 +1,65 @@
+"""The package as people install it: a wheel with everything in it, a command, and metadata that hold."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from koila._torch import SUPPORTED
+from koila.cli.doctor import TESTED_PYTHON
+from koila.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built with what is installed, from a copy, so that nothing is left behind in the repository."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "src"):
+        (source / name).symlink_to(ROOT / name)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (found,) = folder.glob("koila-*.whl")
+    return zipfile.ZipFile(found)
+
+
+def test_the_wheel_holds_every_module_and_its_data(wheel: zipfile.ZipFile) -> None:
+    files = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "koila").rglob("*.py")}
+    assert files | {"koila/py.typed", "koila/reporting/page.html"} <= set(wheel.namelist())
+
+
+def test_the_wheel_has_the_command_and_the_metadata(wheel: zipfile.ZipFile) -> None:
+    (info,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "koila = koila.cli.main:main" in wheel.read(info).decode()
+    metadata = wheel.read(info.replace("entry_points.txt", "METADATA")).decode()
+    for extra in PROJECT["optional-dependencies"]:
+        assert f"Provides-Extra: {extra}" in metadata
+    assert "Project-URL: Changelog, " in metadata and "Description-Content-Type: text/markdown" in metadata
+
+
+def test_the_command_is_the_one_that_is_tested() -> None:
+    module, _, function = PROJECT["scripts"]["koila"].partition(":")
+    assert (module, function) == (main.__module__, main.__name__)
+
+
+def test_every_extra_installs_something() -> None:
+    assert all(PROJECT["optional-dependencies"].values())
+
+
+def test_the_versions_that_are_tested_are_the_same_everywhere() -> None:
+    python = ".".join(map(str, TESTED_PYTHON))
+    assert PROJECT["requires-python"] == f">={python}"
+    assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
+    (torch,) = PROJECT["dependencies"]
+    assert torch.startswith(f"torch>={SUPPORTED[0]},<")
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"Python {python}" in text and all(f"PyTorch {release}" in text for release in SUPPORTED)
