@@ -112,8 +112,8 @@ class Explanation:
             return
         counts = ", ".join(f"{number} {name}" for name, number in self.counts.items())
         were = "in this order" if self.how == "split" else "if it were cut"
-        plural = "" if self.num_phases == 1 else "s"
-        yield f"{were}: {self.num_phases} phase{plural}, each a loop over the chunks; values: {counts}"
+        phases = "1 phase" if self.num_phases == 1 else f"{self.num_phases} phases"
+        yield f"{were}: {phases} (a phase is a loop over the chunks); values: {counts}"
         yield from (f"  phase {number + 1}: {reason}" for number, reason in enumerate(self.phases))
 
     def _values(self) -> Iterator[str]:
