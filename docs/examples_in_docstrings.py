@@ -1,6 +1,6 @@
 """Examples in docstrings become blocks of code on the site.
 
-*Takes* the docstrings that mkdocstrings reads. *Gives* them with each run of `>>>` lines, and what they print, in a fence.
+*Takes* the docstrings that mkdocstrings reads. *Gives* them with each run of `>>>` lines, and what it prints, fenced.
 """
 
 from __future__ import annotations

@@ -219,12 +219,12 @@ def live(runs: list[Watched], most: int) -> Iterator[Any]:
 
     def table() -> Table:
         found = Table(title=f"a GPT, batch of {BATCH}; │ is the limit of {ROOM >> 20} MiB", title_justify="left")
-        for name in ("", "", "loss", "memory now", ""):
+        for name in ("", "", "loss", "memory now", "", "peak"):
             found.add_column(name)
         for run in runs:
             now = run.memory[-1][1] if run.memory else 0
             loss = f"{run.losses[-1]:.4f}" if run.losses else ""
-            found.add_row(run.name, run.state, loss, bar(now, ROOM, most), f"{now >> 20} MiB")
+            found.add_row(run.name, run.state, loss, bar(now, ROOM, most), f"{now >> 20} MiB", f"{run.peak >> 20} MiB")
         return found
 
     with Live(table(), refresh_per_second=12) as shown:

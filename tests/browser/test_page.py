@@ -70,7 +70,7 @@ def test_pointing_tells_the_step(window: Browser, tmp_path: Path) -> None:
     window.point(*map(int, place))
     tip = window.run("const t = document.getElementById('tip'); return t.hidden ? '' : t.textContent")
     assert "phase" in tip and "largest: " in tip and "KiB" in tip and "activations" in tip
-    window.click("#legend input")
+    window.click("#legend label:nth-child(2) input")
     kinds = window.run("return [...document.querySelectorAll('#areas polygon')].map((p) => p.dataset.kind)")
     assert "gradients" not in kinds and "activations" in kinds
     assert_harmless(window)

@@ -17,6 +17,7 @@ from koila.planning.cost import node_seconds
 from koila.planning.decide import Decision, decide
 from koila.planning.whole_peak import whole_peak
 from koila.reporting.view import Alternative
+from koila.reporting.words import counted
 
 SHARES = (0.75, 0.5, 0.35, 0.25, 0.15, 0.1)
 """The budgets that are tried, as shares of what the program needs as it is."""
@@ -72,9 +73,9 @@ def _alternative(decision: Decision, once: float | None, is_chosen: bool = False
     if plan is not None:
         again, phases = sum(plan.recomputed.values()), len(plan.phases)
         if phases and len(plan.chunks) > 1:
-            text = f"{len(plan.chunks)} chunks of {plan.chunk_size}, {phases} phase{'s' if phases > 1 else ''}"
-        text += f", {again} calls computed again" if again else ""
-        text += f", {len(plan.regions)} parts cut along another axis" if plan.regions else ""
+            text = f"{len(plan.chunks)} chunks of {plan.chunk_size}, {counted(phases, 'phase')}"
+        text += f", {counted(again, 'call')} computed again" if again else ""
+        text += f", {counted(len(plan.regions), 'part')} cut along another axis" if plan.regions else ""
         text += ", some values in a file" if plan.offloaded else ""
     return Alternative(
         decision.budget.allowed_bytes, None if projection is None else projection.peak_bytes,

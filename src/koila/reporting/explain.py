@@ -30,7 +30,10 @@ from koila.reporting.page import page
 from koila.reporting.picture import notebook
 from koila.reporting.saving import write_text
 from koila.reporting.view import View, operator_name, rows, sites_of, timeline, type_name
+from koila.reporting.words import counted
 
+WORTHWHILE = 10
+"""What is less than one part in so many of the peak is not worth an advice."""
 MANY = 3
 """Of more values than that, only the first are named."""
 
@@ -70,6 +73,8 @@ class Explanation:
     """The largest value at the peak, with the user's line."""
     kinds: tuple[tuple[str, int], ...] = ()
     """What stands at the peak: (kind, bytes)."""
+    regions: tuple[str, ...] = ()
+    """Parts that are cut along another axis than the batch."""
     advice: tuple[str, ...] = ()
     """What would make it cheaper."""
     view: View = field(default=View(), repr=False, compare=False)
@@ -82,7 +87,8 @@ class Explanation:
             samples = f"all {self.num_samples} samples" if self.num_samples else "the program"
             return f"runs {samples} at once, with eager's own kernels"
         if self.chunk_size >= self.num_samples:
-            return f"runs all {self.num_samples} samples at once, and computes some values again"
+            how = "computes some values again" if not self.regions else "cuts a part of the program along another axis"
+            return f"runs all {self.num_samples} samples at once, and {how}"
         chunks = -(-self.num_samples // self.chunk_size)
         return f"runs in {chunks} chunks of {self.chunk_size} of the {self.num_samples} samples"
 
@@ -112,14 +118,14 @@ class Explanation:
             return
         counts = ", ".join(f"{number} {name}" for name, number in self.counts.items())
         were = "in this order" if self.how == "split" else "if it were cut"
-        plural = "" if self.num_phases == 1 else "s"
-        yield f"{were}: {self.num_phases} phase{plural}, each a loop over the chunks; values: {counts}"
+        yield f"{were}: {counted(self.num_phases, 'phase')} (a phase is a loop over the chunks); values: {counts}"
         yield from (f"  phase {number + 1}: {reason}" for number, reason in enumerate(self.phases))
 
     def _values(self) -> Iterator[str]:
         if self.whole_because is None:
             yield from [f"  gathered: {text}" for text in self.gathers] or ["  gathered: nothing"]
             yield from (f"  kept: {text}" for text in self.kept)
+            yield from (f"  cut along another axis: {text}" for text in self.regions)
 
     def _others(self) -> Iterator[str]:
         if self.view.alternatives:
@@ -183,7 +189,13 @@ def _with_plan(found: Explanation, plan: Plan, graph: Graph) -> Explanation:
     kept = tuple(_describe(item.node, graph) for phase in plan.phases for item in phase.kept)
     reasons = tuple(_reason(plan, number, graph) for number in range(len(plan.phases)))
     return replace(
-        found, num_phases=len(plan.phases), counts=_counts(facts), phases=reasons, gathers=gathers, kept=kept
+        found,
+        num_phases=len(plan.phases),
+        counts=_counts(facts),
+        phases=reasons,
+        gathers=gathers,
+        kept=kept,
+        regions=tuple(dict.fromkeys(plan.regions)),
     )
 
 
@@ -209,10 +221,10 @@ def _advice(found: Explanation, decision: Decision) -> Iterator[str]:
         yield f'to save memory, give it a budget: koila.lazy(..., budget="{half}")'
     if found.gathers:
         yield "to save memory, teach koila to cut an operator of yours that gathers (koila.rule)"
-    if found.kept and decision.budget.offload is None:
+    if dict(found.kinds).get("kept values", 0) * WORTHWHILE > found.projected_bytes and decision.budget.offload is None:
         yield "to save memory, let values that are kept wait in a file: koila.budget(..., offload=True)"
     if decision.plan is not None and (again := sum(decision.plan.recomputed.values())):
-        yield f"to save time, allow more memory: {again} calls per chunk are computed again"
+        yield f"to save time, allow more memory: {counted(again, 'call')} computed again per chunk"
     elif decision.plan is not None and found.chunk_size < found.num_samples:
         yield "to save time, allow more memory: larger chunks would fit"
 

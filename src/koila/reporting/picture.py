@@ -12,13 +12,13 @@ from koila._bytes import format_bytes
 from koila.reporting.view import View
 
 COLORS = {
+    "objects and drawn numbers": "#6d6875",
     "gradients": "#c2512f",
     "results": "#8a5a9e",
     "merges": "#b8902a",
     "kept values": "#3f7f8c",
     "activations": "#5b84c4",
     "workspace": "#9aa5b1",
-    "objects and drawn numbers": "#6d6875",
 }
 """From the bottom of the picture to its top; other kinds come last."""
 OTHER = "#777777"

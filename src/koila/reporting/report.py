@@ -25,6 +25,7 @@ from koila.reporting.page import page
 from koila.reporting.picture import notebook
 from koila.reporting.saving import write_text
 from koila.reporting.view import View, decision_view
+from koila.reporting.words import counted
 
 NUM_REPORTS = 100
 """So many reports are kept."""
@@ -145,7 +146,8 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.how}: {self.num_samples} samples in {self.seconds:.3f} s"]
         if self.chunk_size:
-            lines[0] += f", {self.num_chunks} chunks of {self.chunk_size}, {len(self.phase_seconds)} phases"
+            cut = f"{self.num_chunks} chunks of {self.chunk_size}" if self.num_chunks > 1 else "all at once, by a plan"
+            lines[0] += f", {cut}, {counted(len(self.phase_seconds), 'phase')}"
         sizes = {"allowed": self.allowed_bytes, "projected": self.projected_bytes, "measured": self.measured_bytes}
         known = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
         lines += ["  " + ", ".join(known)] if known else []
@@ -153,9 +155,9 @@ class Report:
         again = ", ".join(f"{name} ×{times}" for name, times in sorted(self.recomputed.items()))
         lines += [f"  computed again: {again}"] if again else []
         lines += [f"  {region}" for region in self.regions]
-        lines += [f"  {self.offloaded} values kept in a file"] if self.offloaded else []
+        lines += [f"  {counted(self.offloaded, 'value')} kept in a file"] if self.offloaded else []
         lines += [f"  fell back: {reason}" for reason in self.fallbacks]
-        lines += [f"  memory ran out {self.retries} times"] if self.retries else []
+        lines += [f"  memory ran out {counted(self.retries, 'time')}"] if self.retries else []
         first = {"traced": self.trace_seconds, "planned": self.plan_seconds}
         once = [f"{name} in {seconds:.3f} s" for name, seconds in first.items() if seconds]
         lines += [f"  {', '.join(once)}, once for this program"] if once else []
