@@ -7,11 +7,15 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from koila._torch import SUPPORTED
+import koila_command
+from koila._torch import SUPPORTED, check_version
 from koila.cli.doctor import TESTED_PYTHON
 from koila.cli.main import main
 
@@ -36,21 +40,47 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_the_wheel_holds_every_module_and_its_data(wheel: zipfile.ZipFile) -> None:
     files = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "koila").rglob("*.py")}
-    assert files | {"koila/py.typed", "koila/reporting/page.html"} <= set(wheel.namelist())
+    assert files | {"koila_command.py", "koila/py.typed", "koila/reporting/page.html"} <= set(wheel.namelist())
 
 
 def test_the_wheel_has_the_command_and_the_metadata(wheel: zipfile.ZipFile) -> None:
     (info,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "koila = koila.cli.main:main" in wheel.read(info).decode()
+    assert "koila = koila_command:main" in wheel.read(info).decode()
     metadata = wheel.read(info.replace("entry_points.txt", "METADATA")).decode()
     for extra in PROJECT["optional-dependencies"]:
         assert f"Provides-Extra: {extra}" in metadata
     assert "Project-URL: Changelog, " in metadata and "Description-Content-Type: text/markdown" in metadata
 
 
-def test_the_command_is_the_one_that_is_tested() -> None:
-    module, _, function = PROJECT["scripts"]["koila"].partition(":")
-    assert (module, function) == (main.__module__, main.__name__)
+def test_the_command_is_the_one_that_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PROJECT["scripts"] == {"koila": f"{koila_command.__name__}:{koila_command.main.__name__}"}
+    monkeypatch.setattr(sys, "argv", ["koila"])
+    assert koila_command.main() == main([])
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            lambda: check_version("2.12.0"),
+            "koila: koila supports PyTorch 2.13.x, and this is PyTorch 2.12.0\n  try: ",
+        ),
+        (
+            lambda: __import__("no_such_torch"),
+            "koila: No module named 'no_such_torch'\n  try: pip",
+        ),
+    ],
+)
+def test_a_koila_that_cannot_be_imported_is_one_sentence(
+    raised: Callable[[], Any], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            return raised()
+
+    monkeypatch.setitem(sys.modules, "koila.cli.main", Broken("koila.cli.main"))
+    assert koila_command.main() == 1
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_every_extra_installs_something() -> None:

@@ -1,8 +1,8 @@
 """What `koila run` makes lazy in a script that does not know koila.
 
 *Takes* the batches that a DataLoader hands out in the main process; without a DataLoader, what is passed to the
-outermost module in train mode. *Gives* them to the script as lazy tensors, and says once what is lazy and what is not.
-Worker processes, modules inside of modules, and everything else are left alone.
+outermost module in train mode that has parameters. *Gives* them to the script as lazy tensors, and says once what is
+lazy and what is not. Worker processes, modules inside of modules, and everything else are left alone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LazyInputs:
             if self._from_loader:
                 return call(module, *args, **kwargs)
             depth = getattr(self._depth, "value", 0)
-            if depth == 0 and module.training and self._is_main() and not _any_lazy((args, kwargs)):
+            if depth == 0 and self._is_main() and _is_trained(module) and not _any_lazy((args, kwargs)):
                 args, kwargs = self._made_lazy((args, kwargs), f"what is passed to {type(module).__name__}")
             self._depth.value = depth + 1
             try:
@@ -106,6 +106,11 @@ class LazyInputs:
             self._say(f"lazy: {what} at {place}: {'; '.join(_described(tensor) for tensor in made)}")
         if others:
             self._say(f"not lazy: {', '.join(others)} in {what} at {place}")
+
+
+def _is_trained(module: torch.nn.Module) -> bool:
+    """Whether a module is in train mode and has something to train: a loss has not, and nobody calls its `eval()`."""
+    return module.training and any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _any_lazy(tree: Any) -> bool:

@@ -115,9 +115,16 @@ def _largest() -> Report:
 
 def refused(refusal: BudgetError, options: argparse.Namespace) -> str:
     """A refusal as the error has it, with what to type instead of what to write."""
-    typed = shlex.join([options.script, *options.arguments])
-    hint = f"koila run --budget {refusal.needed_bytes} {typed}" if refusal.needed_bytes else refusal.hint
+    hint = f"koila run {_typed(options, refusal.needed_bytes)}" if refusal.needed_bytes else refusal.hint
     return f"koila: {compose_message(refusal.fact, refusal.where, hint)}"
+
+
+def _typed(options: argparse.Namespace, num_bytes: int) -> str:
+    """What was typed, with another budget, which stands last: a script after a bare `--offload` would be its folder."""
+    words = ["--batch", str(options.batch)] if options.batch else []
+    if options.offload is not None:
+        words.append("--offload" if options.offload is True else f"--offload={options.offload}")
+    return shlex.join([*words, "--budget", str(num_bytes), options.script, *options.arguments])
 
 
 def _summary(inputs: LazyInputs) -> str:
