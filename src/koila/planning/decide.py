@@ -21,7 +21,6 @@ from koila.analysis.program import NotSplittable, program_of
 from koila.analysis.split import Facts
 from koila.errors import BudgetError
 from koila.ir.cache import Cache
-from koila.ir.graph import Graph
 from koila.ir.job import Job, Wanted
 from koila.ir.numbers import structure_of
 from koila.ir.source import Site
@@ -105,7 +104,7 @@ def _whole(job: Job, projection: Projection | None, reason: str, because: NotSpl
     return Decision(
         "whole", job.wanted, job.budget, job.graph.num_samples, projection=projection, reasons=(reason,),
         fallback=None if because is None else str(because), is_final=because is None or because.is_final,
-        sites=() if projection is None else _sites(job.whole_graph),
+        sites=() if projection is None else job.whole_graph.sites,
     )  # fmt: skip
 
 
@@ -196,12 +195,8 @@ def _smallest(job: Job, cutter: Cutter) -> Refused:
 def _split(job: Job, cut: Cut, reasons: tuple[str, ...]) -> Decision:
     return Decision(
         "split", cut.wanted, job.budget, job.graph.num_samples, cut.plan, cut.facts, cut.projection, cut.seconds,
-        reasons, program=cut.program, recipe=cut.recipe, sites=_sites(job.graph),
+        reasons, program=cut.program, recipe=cut.recipe, sites=job.graph.sites,
     )  # fmt: skip
-
-
-def _sites(graph: Graph) -> tuple[Site, ...]:
-    return tuple(node.site for node in graph.nodes)
 
 
 def _reasons(job: Job, cut: Cut) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from koila._bytes import format_bytes
 from koila._torch import OpOverload
 from koila.analysis.split import Facts, Item
 from koila.analysis.types import Merged, Sliced, SplitType
-from koila.ir.graph import Graph
 from koila.ir.source import Site
 from koila.planning.decide import Decision
 from koila.planning.plan import Plan
@@ -135,11 +134,6 @@ def decision_view(decision: Decision) -> View:
     story = projection.story()
     stretches = () if story is None else story_timeline(story)
     return View(*timeline(stretches, projection.peak_bytes, decision.sites))
-
-
-def sites_of(graph: Graph) -> tuple[Site, ...]:
-    """The user's line of each recorded call."""
-    return tuple(node.site for node in graph.nodes)
 
 
 # The timeline.
