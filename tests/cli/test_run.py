@@ -122,6 +122,31 @@ def test_workers_are_left_alone(script: Write) -> None:
     assert globals_after(["run", "--quiet", path])["seen"] == [("LazyTensor", True)] * 2
 
 
+def test_the_budget_holds_in_every_thread(script: Write) -> None:
+    path = script(TRAIN.replace("for a, b in DataLoader", "def train():\n  global a\n  for a, b in DataLoader").replace(
+        "    loss", "      loss").replace("gradients =", "import threading\nworker = threading.Thread(target=train)\n"
+        "worker.start()\nworker.join()\ngradients ="))  # fmt: skip
+    globals_after(["run", "--quiet", "--budget", "44KiB", path])
+    assert koila.metrics.counter_value("runs::split") == 2
+
+
+def test_batches_may_be_read_in_another_thread(script: Write) -> None:
+    path = script("""
+        import queue, threading, torch
+        from torch.utils.data import DataLoader
+        ready = queue.Queue()
+        loader = DataLoader(torch.arange(12.0).reshape(6, 2), batch_size=3)
+        reader = threading.Thread(target=lambda: [ready.put(x) for x in loader])
+        reader.start()
+        weight = torch.ones(2, requires_grad=True)
+        for _ in range(2):
+            (ready.get() * weight).sum().backward()
+        reader.join()
+    """)
+    weight = globals_after(["run", "--quiet", path])["weight"]
+    assert weight.grad.tolist() == [30.0, 36.0]  # type: ignore[attr-defined]
+
+
 def test_a_script_sees_what_python_would_show_it(script: Write) -> None:
     path = script("""
         import os, pickle, sys

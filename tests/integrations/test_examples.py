@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import koila
+from koila.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -83,6 +85,22 @@ def test_inside_its_budget_it_equals_the_plain_run(name: str) -> None:
     assert koila.metrics.counter_value("runs::split") > 0
     assert all(r.projected_bytes is None or r.projected_bytes <= (r.allowed_bytes or 0) for r in koila.reports())
     assert_close(found, plain(name))
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "accelerate_loop", "hf_trainer", "lightning_callback"])
+def test_a_script_that_does_not_know_koila_is_run_inside_the_same_budget(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain run of each example under `koila run`: whatever the framework does with its loader."""
+    monkeypatch.setitem(sys.modules, "an_example", example(name))
+    for part in ("argv", "path"):
+        monkeypatch.setattr(sys, part, list(getattr(sys, part)))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    script = tmp_path / "train.py"
+    script.write_text("import an_example\nfound = an_example.train(use_koila=False)\n", encoding="utf-8")
+    assert main(["run", "--quiet", "--budget", example(name).BUDGET, str(script)]) == 0
+    assert koila.metrics.counter_value("runs::split") > 0
+    assert_close(koila.run(sys.modules["__main__"].found), plain(name))
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))

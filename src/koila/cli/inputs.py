@@ -30,13 +30,14 @@ MOST_NOTES = 5
 class LazyInputs:
     """Makes the inputs of a script lazy while `in_force`."""
 
-    def __init__(self, batch: int, say: Callable[[str], None]) -> None:
+    def __init__(self, batch: int, allowed_bytes: int | None, say: Callable[[str], None]) -> None:
         """
         Args:
             batch: The batch dimension.
+            allowed_bytes: What a run of the inputs may allocate, in whichever thread it is; None: what is free.
             say: Told in a sentence what was made lazy, once per place.
         """
-        self._batch, self._say = batch, say
+        self._batch, self._allowed_bytes, self._say = batch, allowed_bytes, say
         self._process = os.getpid()
         self._said: set[tuple[str, ...]] = set()
         self._from_loader = False
@@ -92,7 +93,7 @@ class LazyInputs:
         if not _holds_tensors(tree):
             self._note(what, [], _others(tree))
             return tree
-        found = make_lazy((tree,), self._batch, strict=False)
+        found = make_lazy((tree,), self._batch, self._allowed_bytes, strict=False)
         self._note(what, [leaf for leaf in _open(found) if isinstance(leaf, LazyTensor)], _others(found))
         return found
 

@@ -17,8 +17,7 @@ from koila.capture.bridge import Bridge
 from koila.capture.lookup import BackwardRequest
 from koila.cli import exits
 from koila.cli.files import file_ending_in
-from koila.cli.inputs import LazyInputs
-from koila.cli.run import add_script_arguments, refused, scope_of, speaker
+from koila.cli.run import add_script_arguments, lazy_inputs, refused
 from koila.cli.script import run_script
 from koila.errors import BudgetError
 from koila.interfaces import Realizer
@@ -82,17 +81,16 @@ def add_to(commands: Any) -> None:
 
 def plan(options: argparse.Namespace) -> int:
     """Run the script up to its first backward pass, and explain that."""
-    scope = scope_of(options)
-    try:
-        with scope, LazyInputs(options.batch, speaker(options)).in_force(), _up_to_backward():
+    with lazy_inputs(options), _up_to_backward():
+        try:
             code = run_script(options.script, options.arguments)
-    except BudgetError as refusal:
-        print(refused(refusal, options), file=sys.stderr)
-        return exits.REFUSED
-    except Planned as found:
-        print(f"backward() at {found.place} {found.explanation}")
-        if options.html is not None:
-            found.explanation.save(options.html)
-        return exits.OK
+        except BudgetError as refusal:
+            print(refused(refusal, options), file=sys.stderr)
+            return exits.REFUSED
+        except Planned as found:
+            print(f"backward() at {found.place} {found.explanation}")
+            if options.html is not None:
+                found.explanation.save(options.html)
+            return exits.OK
     print("koila: the script ended before a backward pass of something lazy", file=sys.stderr)
     return code or exits.FAILED

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from koila._api import last_report, reports
@@ -68,14 +68,18 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
 
 
-def scope_of(options: argparse.Namespace) -> AbstractContextManager[Any]:
-    """The budget that the options name.
+@contextmanager
+def lazy_inputs(options: argparse.Namespace) -> Iterator[LazyInputs]:
+    """Inside this block a script gets lazy inputs, with the budget that the options name.
 
     Raises:
         BudgetError: It is not one.
     """
     allowed = None if options.budget is None else read_bytes(options.budget, "--budget", quoted=False)
-    return budget(allowed, offload=options.offload)
+    inputs = LazyInputs(options.batch, allowed, speaker(options))
+    # The inputs carry the budget into other threads, where the scope is not in force.
+    with budget(allowed, offload=options.offload), inputs.in_force():
+        yield inputs
 
 
 def speaker(options: argparse.Namespace) -> Callable[[str], None]:
@@ -87,18 +91,17 @@ def speaker(options: argparse.Namespace) -> Callable[[str], None]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script."""
-    scope, inputs = scope_of(options), LazyInputs(options.batch, speaker(options))
-    try:
-        with scope, inputs.in_force():
+    with lazy_inputs(options) as inputs:
+        try:
             code = run_script(options.script, options.arguments)
-    except BudgetError as refusal:
-        print(refused(refusal, options), file=sys.stderr)
-        return exits.REFUSED
-    except SystemExit:
-        _conclude(inputs, options)
-        raise
-    if code == exits.OK or not inputs.is_idle:
-        _conclude(inputs, options)
+        except BudgetError as refusal:
+            print(refused(refusal, options), file=sys.stderr)
+            return exits.REFUSED
+        except SystemExit:
+            _conclude(inputs, options)
+            raise
+        if code == exits.OK or not inputs.is_idle:
+            _conclude(inputs, options)
     return code
 
 

@@ -18,7 +18,7 @@ from koila.ir.changes import changed_at
 from koila.ir.node import Node, Value, version_of
 from koila.ir.owned import OwnedCall
 from koila.ir.prepass import prepass_of
-from koila.ir.source import user_site
+from koila.ir.source import Site, user_site
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Graph:
     def positions(self) -> dict[Node, int]:
         """Each node's place in the program."""
         return {node: index for index, node in enumerate(self.nodes)}
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The user's line of each node."""
+        return tuple(node.site for node in self.nodes)
 
     @cached_property
     def produced(self) -> dict[Value, tuple[int, int]]:

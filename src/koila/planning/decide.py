@@ -66,7 +66,7 @@ class Decision:
     recipe: Recipe | None = None
     """How a search made its plan, for other sizes."""
     sites: tuple[Site, ...] = ()
-    """The user's line of each recorded call, for a split run."""
+    """The user's line of each recorded call, where bytes were projected."""
 
     @property
     def projected_bytes(self) -> int | None:
@@ -104,6 +104,7 @@ def _whole(job: Job, projection: Projection | None, reason: str, because: NotSpl
     return Decision(
         "whole", job.wanted, job.budget, job.graph.num_samples, projection=projection, reasons=(reason,),
         fallback=None if because is None else str(because), is_final=because is None or because.is_final,
+        sites=() if projection is None else job.whole_graph.sites,
     )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def _smallest(job: Job, cutter: Cutter) -> Refused:
 def _split(job: Job, cut: Cut, reasons: tuple[str, ...]) -> Decision:
     return Decision(
         "split", cut.wanted, job.budget, job.graph.num_samples, cut.plan, cut.facts, cut.projection, cut.seconds,
-        reasons, program=cut.program, recipe=cut.recipe, sites=tuple(node.site for node in job.graph.nodes),
+        reasons, program=cut.program, recipe=cut.recipe, sites=job.graph.sites,
     )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ when a result is written over it; a merge that has begun is there while its loop
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from koila._bytes import format_bytes
 from koila.planning.schedule import Schedule, once_per_schedule
@@ -129,6 +129,10 @@ def totals(schedule: Schedule) -> list[int]:
     return [now for now, _ in Lives(schedule, schedule.chunk is None).walk()]
 
 
+def _no_story() -> None:
+    """There is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Projection:
     """The bytes that a run allocates at its peak."""
@@ -145,6 +149,8 @@ class Projection:
     """What stands at the peak: (kind, bytes), together `peak_bytes`."""
     recorded: int | None = None
     """The recorded call that made the largest value at the peak; None in a backward pass."""
+    story: Callable[[], Any] = field(default=_no_story, repr=False, compare=False)
+    """Gives the `Story` of an unsplit run as long as it is kept for other sizes, else None."""
 
 
 class _Residents:

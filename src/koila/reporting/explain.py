@@ -29,7 +29,7 @@ from koila.reporting.curve import curve, curve_text, program_seconds, relative_t
 from koila.reporting.page import page
 from koila.reporting.picture import notebook
 from koila.reporting.saving import write_text
-from koila.reporting.view import View, operator_name, rows, sites_of, timeline, type_name
+from koila.reporting.view import View, operator_name, rows, timeline, type_name
 from koila.reporting.words import counted
 
 WORTHWHILE = 10
@@ -205,8 +205,8 @@ def _view(job: Job, decision: Decision, plan: Plan | None, projection: Projectio
     else:
         story = whole_story(job)
         graph, stretches = job.whole_graph, () if story is None else story_timeline(story)
-    parts, points = timeline(stretches, projection.peak_bytes, sites_of(graph))
-    return View(parts, points, () if plan is None else rows(plan, sites_of(job.graph)))
+    parts, points = timeline(stretches, projection.peak_bytes, graph.sites)
+    return View(parts, points, () if plan is None else rows(plan, job.graph.sites))
 
 
 def _peak(job: Job, decision: Decision, projection: Projection) -> str:

@@ -33,7 +33,7 @@ MINOR_SHARE = 4
 """What starts from the results of a step and has fewer than one in so many of its calls is no run of its own."""
 FORMAT = "koila report 1"
 """The first entry of a saved report."""
-NO_PLAN = """no picture: it ran whole, or its plan is gone
+NO_PLAN = """no picture: without a budget in bytes nothing was projected, or the plan is gone
   try: koila.explain(loss, backward=True, html="explain.html") before the run draws any program"""
 
 

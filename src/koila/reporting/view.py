@@ -18,11 +18,10 @@ from koila._bytes import format_bytes
 from koila._torch import OpOverload
 from koila.analysis.split import Facts, Item
 from koila.analysis.types import Merged, Sliced, SplitType
-from koila.ir.graph import Graph
 from koila.ir.source import Site
 from koila.planning.decide import Decision
 from koila.planning.plan import Plan
-from koila.planning.timeline import Moment, Stretch, Tensor, plan_timeline
+from koila.planning.timeline import Moment, Stretch, Tensor, plan_timeline, story_timeline
 
 MAX_POINTS = 4000
 """Points of a timeline; of longer ones each point is the worst of its neighbours."""
@@ -125,17 +124,16 @@ class View:
 
 
 def decision_view(decision: Decision) -> View:
-    """What is known of a run after it: its plan. A run that was not cut has none."""
-    if decision.plan is None:
+    """What is known of a run after it: its plan, or what was projected of a run that was not cut."""
+    projection, plan = decision.projection, decision.plan
+    if projection is None:
         return View()
-    peak = 0 if decision.projection is None else decision.projection.peak_bytes
-    parts, points = timeline(plan_timeline(decision.plan), peak, decision.sites)
-    return View(parts, points, rows(decision.plan, decision.sites))
-
-
-def sites_of(graph: Graph) -> tuple[Site, ...]:
-    """The user's line of each recorded call."""
-    return tuple(node.site for node in graph.nodes)
+    if plan is not None:
+        parts, points = timeline(plan_timeline(plan), projection.peak_bytes, decision.sites)
+        return View(parts, points, rows(plan, decision.sites))
+    story = projection.story()
+    stretches = () if story is None else story_timeline(story)
+    return View(*timeline(stretches, projection.peak_bytes, decision.sites))
 
 
 # The timeline.

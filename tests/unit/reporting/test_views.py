@@ -99,11 +99,22 @@ def test_what_cannot_be_saved_or_read_is_said(tmp_path: Path) -> None:
         koila.Report.load(tmp_path / "nowhere.json")
 
 
-def test_a_whole_run_has_a_page_that_says_why_there_is_no_picture(tmp_path: Path) -> None:
+def test_a_whole_run_without_a_budget_has_a_page_that_says_why_there_is_no_picture(tmp_path: Path) -> None:
     (koila.lazy(torch.ones(4, 2)) * 2).sum().item()
     koila.last_report().save(tmp_path / "whole.html")
     text = (tmp_path / "whole.html").read_text(encoding="utf-8")
-    assert "no picture: it ran whole" in text and "koila.explain(loss, backward=True, html=" in text
+    assert "no picture: without a budget" in text and "koila.explain(loss, backward=True, html=" in text
+
+
+def test_a_whole_run_inside_a_budget_has_a_picture(tmp_path: Path) -> None:
+    with koila.budget("64MiB"):
+        language_loss().backward()
+    report = koila.last_report()
+    assert report.how == "whole" and [part.title for part in report.make_view().parts] == ["forward", "backward"]
+    peak = report.make_view().peak
+    assert peak is not None and peak.num_bytes == report.projected_bytes and "models.py:" in peak.largest_site
+    report.save(tmp_path / "run.json")
+    assert "<svg" in koila.Report.load(tmp_path / "run.json")._repr_html_()
 
 
 def test_nothing_of_the_program_becomes_html(tmp_path: Path) -> None:
