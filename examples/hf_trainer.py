@@ -15,12 +15,11 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import koila
-from koila.integrations import hf
 
 BUDGET = "400KiB"
 
 
-class KoilaTrainer(hf.Mixin, Trainer):
+class KoilaTrainer(koila.integrations.hf.Mixin, Trainer):
     koila_budget = BUDGET
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import koila
-from koila.integrations.lightning import Budget
 
 BUDGET = "56KiB"
 
@@ -62,7 +61,7 @@ def train(use_koila: bool = True, budget: object = BUDGET, manual: bool = False)
     module = Classifier(manual)
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False, callbacks=[Budget(budget)] if use_koila else [],
+        enable_model_summary=False, callbacks=[koila.integrations.lightning.Budget(budget)] if use_koila else [],
     )  # fmt: skip
     trainer.fit(module, loader(), loader())
     losses = torch.stack([trainer.callback_metrics[name].double() for name in ("train_loss", "val_loss")])

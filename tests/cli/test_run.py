@@ -166,6 +166,25 @@ def test_a_script_sees_what_python_would_show_it(script: Write) -> None:
     assert found["same"] and found["doubled"] == [42]
 
 
+def test_a_module_is_run_as_with_python_m(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "project"
+    package.mkdir()
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "sizes.py").write_text("SIZE = 3\n", encoding="utf-8")
+    text = "import sys\nfrom .sizes import SIZE\nprint(__name__, SIZE, sys.argv[1:])\nraise ValueError(SIZE)\n"
+    (package / "train.py").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--quiet", "-m", "project.train", "--lr", "1"]) == exits.FAILED
+    caught = capsys.readouterr()
+    assert caught.out == "__main__ 3 ['--lr', '1']\n"
+    assert f'File "{package / "train.py"}", line 4, in <module>' in caught.err
+    assert f"{os.sep}koila{os.sep}" not in caught.err
+    assert main(["run", "-m", "project.nothing"]) == exits.USAGE
+    assert "koila: there is no module project.nothing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("budget", [[], ["--budget", "1GiB"]])
 def test_an_exception_of_the_script_looks_as_pythons(
     script: Write, budget: list[str], capsys: pytest.CaptureFixture[str]

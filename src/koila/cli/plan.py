@@ -83,7 +83,7 @@ def plan(options: argparse.Namespace) -> int:
     """Run the script up to its first backward pass, and explain that."""
     with lazy_inputs(options), _up_to_backward():
         try:
-            code = run_script(options.script, options.arguments)
+            code = run_script(options.script, options.arguments, options.module)
         except BudgetError as refusal:
             print(refused(refusal, options), file=sys.stderr)
             return exits.REFUSED

@@ -30,7 +30,8 @@ examples:
   koila run --budget 0.5 train.py                  inside half of what is free now
   koila run train.py                               inside what is free now
   koila run --batch 1 --budget 512MiB train.py     the batch is dimension 1 (time first)
-  koila run --budget 1GiB --offload train.py       values that do not fit wait in files
+  koila run --offload --budget 1GiB train.py       values that do not fit wait in files
+  koila run --budget 1GiB -m project.train         a module, as with python -m
 
 What a DataLoader yields in the main process is made lazy; without a DataLoader, what is passed to the
 outermost module in train mode. The script itself is not changed, and gets its own arguments.
@@ -64,6 +65,9 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
         "--offload", nargs="?", const=True, metavar="FOLDER", help="let values wait in files of this folder"
     )
     parser.add_argument("--quiet", action="store_true", help="say nothing of koila's own on stderr")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="what follows is the name of a module, as with python -m"
+    )
     parser.add_argument("script", help="the Python file to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
 
@@ -93,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the script."""
     with lazy_inputs(options) as inputs:
         try:
-            code = run_script(options.script, options.arguments)
+            code = run_script(options.script, options.arguments, options.module)
         except BudgetError as refusal:
             print(refused(refusal, options), file=sys.stderr)
             return exits.REFUSED
@@ -124,7 +128,7 @@ def refused(refusal: BudgetError, options: argparse.Namespace) -> str:
 
 def _typed(options: argparse.Namespace, num_bytes: int) -> str:
     """What was typed, with another budget, which stands last: a script after a bare `--offload` would be its folder."""
-    words = ["--batch", str(options.batch)] if options.batch else []
+    words = [*(["--batch", str(options.batch)] if options.batch else []), *(["-m"] if options.module else [])]
     if options.offload is not None:
         words.append("--offload" if options.offload is True else f"--offload={options.offload}")
     return shlex.join([*words, "--budget", str(num_bytes), options.script, *options.arguments])

@@ -1,7 +1,7 @@
 """A script, run as python would run it.
 
-*Takes* a path and the script's own arguments. *Gives* its exit code; an exception of the script is shown as python
-shows it, without a frame of koila's.
+*Takes* a path, or the name of a module, and the script's own arguments. *Gives* its exit code; an exception of the
+script is shown as python shows it, without a frame of koila's.
 
 The script becomes the module `__main__`: what it pickles, and what worker processes import again, is the script and not
 koila.
@@ -9,9 +9,11 @@ koila.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType, TracebackType
 
 from koila.cli import exits
@@ -23,8 +25,13 @@ class NoScript(Exception):
     """There is no script to run."""
 
 
-def run_script(path: str, arguments: Sequence[str]) -> int:
+def run_script(path: str, arguments: Sequence[str], is_module: bool = False) -> int:
     """Run a script with its arguments; `sys.exit` in it passes through.
+
+    Args:
+        path: The script; with `is_module` the name of a module, as after `python -m`.
+        arguments: The script's own arguments.
+        is_module: Whether it is a module.
 
     Returns:
         The exit code.
@@ -33,10 +40,9 @@ def run_script(path: str, arguments: Sequence[str]) -> int:
         NoScript: The file cannot be read.
         BudgetError: A run of the script was refused, and the script did not catch it.
     """
-    source = _read(path)
-    module = _become_main(path, arguments)
+    act = _module(path, arguments) if is_module else _script(path, arguments)
     try:
-        exec(_compiled(source, path), module.__dict__)
+        act()
     except (BudgetError, SystemExit):
         raise
     except Exception as error:
@@ -46,6 +52,29 @@ def run_script(path: str, arguments: Sequence[str]) -> int:
         _show(error)
         return exits.INTERRUPTED
     return exits.OK
+
+
+def _script(path: str, arguments: Sequence[str]) -> Callable[[], None]:
+    source = _read(path)
+    module = _become_main(path, arguments)
+    return lambda: exec(_compiled(source, path), module.__dict__)
+
+
+def _module(name: str, arguments: Sequence[str]) -> Callable[[], None]:
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise NoScript(f"there is no module {name}")
+    sys.argv = [name, *arguments]
+
+    def run_module() -> None:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+    return run_module
 
 
 def _read(path: str) -> bytes:
