@@ -93,6 +93,14 @@ def test_what_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "cannot be read: No such file" in shown and "is no saved report" in shown and "Traceback" not in shown
 
 
+def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, page = tmp_path / "run.json", tmp_path / "run.html"
+    koila.last_report().save(saved)
+    page.mkdir()
+    assert main(["report", "--html", str(page), str(saved)]) == exits.USAGE
+    assert capsys.readouterr().err.startswith("koila: [Errno 21] Is a directory: ")
+
+
 def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == exits.USAGE
     shown = capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -56,6 +57,11 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name] - tensor).double().norm() <= TOLERANCE * tensor.double().norm(), name
+
+
+def test_the_list_of_examples_is_complete() -> None:
+    listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8")))
+    assert listed == {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
 
 
 def test_every_way_to_train_has_an_example() -> None:

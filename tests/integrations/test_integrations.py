@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import koila
+from koila._budget import current_budget
 
 # koila.loader.
 
@@ -46,8 +47,6 @@ class Framework:
         return inputs
 
     def training_step(self, inputs: Any) -> Any:
-        from koila._budget import current_budget
-
         return current_budget().offload, self._prepare_inputs(inputs)
 
     prediction_step = training_step

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.command(options)
         return code
-    except (NoScript, KoilaError) as error:
+    except (NoScript, KoilaError, OSError) as error:
         print(f"koila: {error}", file=sys.stderr)
         return exits.USAGE
 
