@@ -97,6 +97,24 @@ def test_it_says_what_is_not_lazy(script: Write, capsys: pytest.CaptureFixture[s
     assert caught.err.count("not lazy: a str (4 times) in the batches of the DataLoader that is read at") == 1
 
 
+def test_tensors_inside_of_an_unknown_class_are_lazy_where_a_module_gets_them(
+    script: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script("""
+        import torch
+        from torch.utils.data import DataLoader
+        class Batch:
+            def __init__(self, rows):
+                self.x = torch.stack(rows)
+        net = torch.nn.Linear(3, 1)
+        for batch in DataLoader([torch.ones(3)] * 4, batch_size=2, collate_fn=Batch):
+            kind = type(net(batch.x)).__name__
+    """)
+    assert globals_after(["run", path])["kind"] == "LazyTensor"
+    said = capsys.readouterr().err
+    assert "not lazy: a Batch in the batches of the DataLoader" in said and "lazy: what is passed to Linear" in said
+
+
 def test_quiet_says_nothing(script: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--quiet", script(TRAIN)]) == exits.OK
     assert capsys.readouterr().err == ""

@@ -65,8 +65,10 @@ class LazyInputs:
             batch = next_batch(iterator)
             if not self._is_main():
                 return batch
-            self._from_loader = True
-            return self._made_lazy(batch, "the batches of the DataLoader that is read")
+            found = self._made_lazy(batch, "the batches of the DataLoader that is read")
+            # A batch of a class that koila does not look into may still reach a module as tensors.
+            self._from_loader = self._from_loader or _any_lazy(found)
+            return found
 
         return lazy_batch
 
@@ -115,7 +117,7 @@ def _is_trained(module: torch.nn.Module) -> bool:
 
 
 def _any_lazy(tree: Any) -> bool:
-    return any(isinstance(leaf, LazyTensor) for leaf in leaves(tree))
+    return any(isinstance(leaf, LazyTensor) for leaf in _open(tree))
 
 
 def _open(tree: Any) -> Iterator[Any]:
