@@ -22,10 +22,10 @@ from koila.planning.decide import forget_decisions
 _memory: Cache[Any] = Cache("conformance_memory", 256)
 
 
-def _traced(graph: Graph, demand: Demand) -> Any:
+def _traced(graph: Graph, demand: Demand, whole_norms: bool) -> Any:
     """A program's structure without its batch, and the floats of its slots."""
     calls, metas, _, counting, outputs = graph.key
-    return calls, metas, counting, outputs, tuple(node.slots for node in graph.nodes), demand
+    return calls, metas, counting, outputs, tuple(node.slots for node in graph.nodes), demand, whole_norms
 
 
 def _analysed(joint: Joint, batches: dict[int, int], num_samples: int, wanted: set[int] | None = None) -> Any:
@@ -37,9 +37,7 @@ def _remember(module: Any, name: str, key: Callable[..., Any]) -> None:
     if not hasattr(original, "__wrapped__"):
 
         @wraps(original)
-        def remembering(*args: Any, **kwargs: Any) -> Any:
-            if kwargs:  # A trace that keeps the kernels of norms is another one.
-                return original(*args, **kwargs)
+        def remembering(*args: Any) -> Any:
             return _memory.get_or_add((name, key(*args)), lambda: original(*args))
 
         setattr(module, name, remembering)

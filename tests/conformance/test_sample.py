@@ -35,3 +35,5 @@ def test_a_sample_equals_eager(suite: str, chunks: tuple[str, ...], one_in: int)
     found = run_suite(suite, chunks, keep=lambda name: number_of(name) % one_in == 0, verbose=False)
     assert found.equal()
     assert not found.wrong(), "\n".join(found.lines())
+    # A harness that breaks tracing would compare eager with eager.
+    assert not chunks or len(found.split()) > 0.7 * len(found.equal()), found.ran_whole()

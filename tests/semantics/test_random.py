@@ -47,6 +47,8 @@ def _multinomial(x: torch.Tensor) -> torch.Tensor:
 DRAWS: dict[str, Draw] = {
     "randn": lambda x: x + torch.randn(x.shape, dtype=x.dtype),
     "randn_like": lambda x: x + torch.randn_like(x),
+    "randn_like on a device": lambda x: x + torch.randn_like(x, device="cpu"),
+    "randint_like on a device": lambda x: x * torch.randint_like(x, 5, device="cpu"),
     "normal_": lambda x: x + torch.empty_like(x).normal_(),
     "normal": lambda x: x + torch.normal(x.detach(), 1.0),
     "uniform_": lambda x: x * x.detach().clone().uniform_(),

@@ -67,8 +67,9 @@ class _NeedsData(Exception):
 class _Watch(TorchDispatchMode):
     """Notes random draws and writes that schemas hide."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_meta: bool) -> None:
         super().__init__()
+        self.on_meta = on_meta
         self.draws: list[Draw] = []
         self.hidden_writes: list[int] = []
         """Storages written although the schema does not say so."""
@@ -79,6 +80,8 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_refused(func, args, kwargs):
             raise _NeedsData("a mixture of dtypes that eager refuses")
+        if self.on_meta and _makes_real_tensors(args, kwargs):
+            raise _NeedsData("it would compute, and draw random numbers, on a device")
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note_draw(func, args, kwargs)
         # native_batch_norm updates its statistics although its schema does not say so.
@@ -100,6 +103,14 @@ class _Watch(TorchDispatchMode):
             return
         spec = map_leaves(args, lambda leaf: prepass_of(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         self.draws.append(Draw(func, spec, tuple(kwargs.items())))
+
+
+def _makes_real_tensors(args: Any, kwargs: Any) -> bool:
+    """Whether an operator leaves the meta device: it names another one, or it has nothing to take the device from."""
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device) != META
+    return not any(isinstance(leaf, torch.Tensor) for leaf in leaves((args, kwargs)))
 
 
 def _consumes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
@@ -193,7 +204,7 @@ def infer(
     if is_collective(func.owner if isinstance(func, OwnedCall) else func):
         # Not even tried on fake tensors: the other processes would see a call that they do not make.
         return _unseen("other processes take part in it", len(operands))
-    mode, watch = nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True), _Watch()
+    mode, watch = nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True), _Watch(on_meta)
     try:
         with ordinary_dispatch(), mode:
             fakes = {id(operand): _operand_fake(operand, META if on_meta else None) for operand in operands}

@@ -39,7 +39,8 @@ def eager_history(leaves: Iterable[torch.Tensor]) -> EagerHistory:
     if not made:
         return _NOTHING
     nodes = list(_history(leaf.grad_fn for leaf in made))
-    own = {storage_key(node.variable.untyped_storage()) for node in nodes if hasattr(node, "variable")}
+    parameters = (node.variable for node in nodes if hasattr(node, "variable"))
+    own = {storage_key(tensor.untyped_storage()) for tensor in parameters if tensor.layout == torch.strided}
     held = {
         storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
         for tensor in (*made, *(saved for node in nodes for saved in _saved(node)))
