@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -75,11 +76,12 @@ def eager(value: torch.Tensor) -> EagerTensor:
     return real_tensor(value).as_subclass(EagerTensor)
 
 
-def run(value: Any, detach: bool = False) -> Any:
+def run(value: Any, partial: tuple[int, int] | None = None, *, detach: bool = False) -> Any:
     """Compute every lazy tensor in a structure, in one run.
 
     Args:
         value: A lazy tensor, any other `Runnable` (an object with a method `run()`), or any structure of them.
+        partial: Samples `(low, high)` of the batch to give; of scalars nothing else than all can be given.
         detach: Give tensors without autograd history.
 
     Returns:
@@ -89,9 +91,15 @@ def run(value: Any, detach: bool = False) -> Any:
     >>> run({"a": lazy(torch.ones(2)) + 1})
     {'a': tensor([2., 2.])}
     """
+    if partial is not None:
+        value = map_leaves(value, lambda leaf: _samples(leaf, partial))
     pending = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
     Bridge.realizer.materialize(pending, "run")
     return map_leaves(value, lambda leaf: _result(leaf, detach))
+
+
+def _samples(leaf: Any, partial: tuple[int, int]) -> Any:
+    return leaf._samples(partial) if isinstance(leaf, LazyTensor) and leaf.ndim else leaf
 
 
 def _result(leaf: Any, detach: bool) -> Any:
@@ -225,9 +233,9 @@ def keep(value: Any) -> Any:
 
 
 def explain(value: Any, *, backward: bool = False, budget: object = None, total: object = None,
-            chunk_size: int | None = None, offload: Any = None,
-            device: str | torch.device | None = None) -> Explanation:  # fmt: skip
-    """Say how the program behind a value will run, how it can be cut, and why; nothing is run.
+            chunk_size: int | None = None, offload: Any = None, device: str | torch.device | None = None,
+            html: str | PathLike[str] | None = None) -> Explanation:  # fmt: skip
+    """Say how the program behind a value will run: in what order, how much memory and time, and why. Nothing is run.
 
     Args:
         value: A lazy tensor, or a structure of them.
@@ -237,6 +245,8 @@ def explain(value: Any, *, backward: bool = False, budget: object = None, total:
         chunk_size: Samples per chunk.
         offload: As in `koila.budget`.
         device: The device to plan for; where the inputs are if not given.
+        html: A file for the same as one page, with the memory step by step, the program with its types, and plans for
+            other budgets.
 
     Returns:
         An `Explanation`; print it.
@@ -245,7 +255,22 @@ def explain(value: Any, *, backward: bool = False, budget: object = None, total:
     1
     """
     task = _task(value, backward, _named(value, budget, total, chunk_size, offload), device)
-    return explanation(task.job, decision_of(task))
+    found = explanation(task.job, decision_of(task), alternatives=html is not None)
+    if html is not None:
+        found.save(html)
+    return found
+
+
+def explain_request(request: BackwardRequest) -> Explanation:
+    """Explain a backward pass that a program asks for, with plans for other budgets; nothing is run. For `koila plan`.
+
+    Raises:
+        BudgetError: No plan fits the budget in force.
+    """
+    values = [root for root in request.roots if isinstance(root, Value)]
+    task = _engine.task(values, request)
+    assert task is not None  # A backward pass was asked for.
+    return explanation(task.job, decision_of(task), alternatives=True)
 
 
 def plan(value: Any, *, backward: bool = False, budget: object = None, total: object = None,
@@ -256,11 +281,10 @@ def plan(value: Any, *, backward: bool = False, budget: object = None, total: ob
     Args:
         value: A lazy tensor, or a structure of them.
         backward: Plan forward and backward together; `value` must then be a scalar.
-        budget: What the run may allocate, as in `koila.lazy`; the one in force if not given.
-        total: What the run may allocate and what is alive on the device, together; all of it on a device that is not
-            here.
-        chunk_size: Samples per chunk.
-        offload: As in `koila.budget`.
+        budget: As in `koila.explain`.
+        chunk_size: As in `koila.explain`.
+        offload: As in `koila.explain`.
+        total: What the run may allocate and what is alive on the device, together; all of it on one that is not here.
         device: The device to plan for; it need not be here. Workspaces are those of the CPU's kernels.
 
     Returns:

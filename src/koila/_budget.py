@@ -324,11 +324,20 @@ def _read_text(text: str, name: str, quoted: bool) -> int:
             return parse_bytes(text)
         except ValueError:
             fault = f"{_shown(unit)} is not a unit of memory"
-    raise _refused(name, f"{name}={_shown(text)} cannot be read: {fault}", quoted, number or "512")
+    raise _refused(name, f"{name}={_shown(text)} cannot be read: {fault}", quoted, number or "512", _meant(unit))
 
 
-def _refused(name: str, fact: str, quoted: bool, number: str = "512") -> BudgetError:
-    example = f'{name}="{number[:20]}MiB"' if quoted else f"{name}={number[:20]}MiB"
+_ABBREVIATED = re.compile(r"[kmgtp](i?[bo]?$|ilo|eg|ig|er|et)", re.IGNORECASE)
+
+
+def _meant(unit: str) -> str:
+    """The unit that somebody has in mind who writes another: `G`, `gig` and `GO` are GiB."""
+    return f"{unit[0].upper()}iB" if _ABBREVIATED.match(unit or "") else "MiB"
+
+
+def _refused(name: str, fact: str, quoted: bool, number: str = "512", unit: str = "MiB") -> BudgetError:
+    amount = f"{number[:20]}{unit}"
+    example = f'{name}="{amount}"' if quoted else f"{name}={amount}"
     return BudgetError(fact, hint=f"{example}; accepted are {ACCEPTED}")
 
 
@@ -346,14 +355,21 @@ def _shown(value: object) -> str:
 def _read_variable(text: str) -> int:
     """The variable's text is read like a literal: 1073741824, 0.5, 512MiB. Kept, so that a share does not change from
     run to run."""
-    value: int | float | str = text
+    return read_bytes(literal(text), VARIABLE, quoted=False)
+
+
+def literal(text: str) -> int | float | str:
+    """What a text outside of a program means: `1073741824` is a number of bytes, `0.5` a share, `512MiB` stays a text.
+
+    >>> literal("0.5"), literal("512MiB")
+    (0.5, '512MiB')
+    """
     for kind in (int, float):
         try:
-            value = kind(text)
-            break
+            return kind(text)
         except ValueError:
             continue
-    return read_bytes(value, VARIABLE, quoted=False)
+    return text
 
 
 def _read_chunk_size(value: object) -> int | None:

@@ -8,10 +8,10 @@ members and reads none of them: asking a lazy tensor what it is neither traces n
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -27,9 +27,25 @@ class BatchInfo:
     value: int
     """The number of samples."""
 
-    def map(self, index: int) -> BatchInfo:
-        """The same batch in another dimension."""
-        return BatchInfo(index, self.value)
+    def map(self, index: int | Callable[[int], int]) -> BatchInfo:
+        """The same batch in another dimension: a number, or a function of the one it is in.
+
+        >>> BatchInfo(0, 8).map(lambda index: index + 1)
+        BatchInfo(index=1, value=8)
+        """
+        found = index(self.index) if callable(index) else index
+        if isinstance(found, bool) or not isinstance(found, int):
+            raise TypeError(f"a dimension is a whole number, got {found!r}; write map(1), or map(lambda dim: dim + 1)")
+        return BatchInfo(found, self.value)
+
+
+class BatchedPair(NamedTuple):
+    """Bytes that grow with the batch, and bytes that do not."""
+
+    batch: int
+    """Bytes for each sample."""
+    no_batch: int
+    """Bytes that are there once."""
 
 
 class _NamesOnly(type(Protocol)):  # type: ignore[misc]
@@ -109,5 +125,5 @@ class Realizer(Protocol):
     def is_passed_by(self, value: Any) -> bool:
         """Whether gradients of results that a run in chunks has given pass through this value, out of its sight."""
 
-    def batch_of(self, value: Any) -> BatchInfo | None:
-        """The batch dimension that the analysis finds in a value."""
+    def batches_of(self, values: Sequence[Any]) -> list[BatchInfo | None]:
+        """The batch dimensions that the analysis finds in pending values."""

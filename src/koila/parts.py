@@ -22,7 +22,8 @@ reached by the call that its own documentation names; `tests/structure/test_part
 | 004 | `call_delegate`, `trace_call_delegate`, `LoweredModule` | `koila.delegates` |
 
 The GPU memory optimizer of document 002 is not one object: `koila.budget` says what may be used, `koila._free` what is
-free, and the planner searches for the largest chunks that fit.
+free (`koila.gpus` has the helpers of koila 0.1), and the planner searches for the largest chunks that fit. What users
+of PyTorch's lazy core call stands in `koila.lazy_core`.
 """
 
 from koila._api import run

@@ -136,7 +136,7 @@ def test_large_allocations_fail_again_and_again(name: str, how: str) -> None:
     assert_eager(task, eager_state(name), exact=False, where=f"{name}, {how}")
     report = koila.last_report()
     assert report.retries == koila.metrics.counter_value("retries") >= 1
-    assert report.how == "split" and f"memory ran out {report.retries} times" in str(report)
+    assert report.how == "split" and f"memory ran out {report.retries} time" in str(report)
 
 
 @pytest.mark.parametrize(("name", "how"), SETUPS)

@@ -107,7 +107,7 @@ def test_a_plan_can_be_read() -> None:
     assert f"projected {_bytes.format_bytes(plan.projected_bytes)} of" in text and "on cpu" in text
     assert f"chunks of {plan.chunk_size} of 16 samples" in text
     for number in range(len(plan.plan.phases)):
-        assert f"phase {number}: " in text
+        assert f"phase {number + 1}: " in text
     for kind, size in plan.kinds:
         assert f"{kind} {_bytes.format_bytes(size)}" in text
     assert sum(size for _, size in plan.kinds) == plan.projected_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+import re
 import tomllib
 from pathlib import Path
 
@@ -16,24 +17,30 @@ ROOT = Path(__file__).resolve().parents[2]
 
 NAMES = [
     "budget",
-    "eager",
     "errors",
     "explain",
-    "graph",
-    "keep",
     "last_report",
     "lazy",
-    "measure",
     "metrics",
     "plan",
+    "run",
+]
+
+SELDOM = [
+    "eager",
+    "graph",
+    "keep",
+    "loader",
+    "log_to",
+    "measure",
     "progress",
     "pure",
     "reports",
     "rule",
-    "run",
     "settle",
     "stream",
 ]
+"""What users call now and then: the docstring of koila names them, `help(koila)` does not explain them one by one."""
 
 ATTRIBUTES = [
     "AnalysisError",
@@ -55,9 +62,15 @@ ATTRIBUTES = [
     "RunnableTensor",
     "StaleInputError",
     "TensorMixin",
+    "add_step_closure",
+    "compile_program",
+    "dump_ir",
+    "gpus",
     "lazy_forward",
     "lookup_function",
     "lookup_method",
+    "mark_step",
+    "structural_hash",
 ]
 """Names that programs may use with `koila.` before them, although nobody calls them every day."""
 
@@ -74,11 +87,15 @@ def test_they_are_sorted_and_there(module: object) -> None:
 
 
 def test_the_other_names_are_there() -> None:
-    assert [name for name in ATTRIBUTES if not hasattr(koila, name)] == []
+    assert [name for name in (*SELDOM, *ATTRIBUTES) if not hasattr(koila, name)] == []
+
+
+def test_the_docstring_names_what_is_called_seldom() -> None:
+    assert [name for name in SELDOM if not re.search(rf"\b{name}\b", koila.__doc__ or "")] == []
 
 
 def test_every_function_and_class_says_what_it_does() -> None:
-    assert [name for name in (*NAMES, *ATTRIBUTES) if not getattr(koila, name).__doc__] == []
+    assert [name for name in (*NAMES, *SELDOM, *ATTRIBUTES) if not getattr(koila, name).__doc__] == []
 
 
 def test_the_parts_of_the_documents_are_in_the_table_of_their_module() -> None:
@@ -86,8 +103,9 @@ def test_the_parts_of_the_documents_are_in_the_table_of_their_module() -> None:
     assert [name for name in koila.parts.__all__ if f"`{name}`" not in table] == []
 
 
-def test_help_fits_a_few_screens() -> None:
-    assert len(pydoc.render_doc(koila).splitlines()) < 400
+def test_help_fits_three_screens() -> None:
+    """Screens of sixty lines."""
+    assert len(pydoc.render_doc(koila).splitlines()) <= 180
 
 
 def test_the_version_is_that_of_the_project() -> None:

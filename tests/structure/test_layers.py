@@ -23,8 +23,11 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"delegates"}),
     frozenset({"reporting"}),
     frozenset({"_api"}),
-    frozenset({"parts"}),
+    frozenset({"integrations"}),
+    frozenset({"parts", "gpus", "lazy_core"}),
     frozenset({"__init__"}),
+    frozenset({"cli"}),
+    frozenset({"__main__"}),
 )
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 LEAVES = ("koila.errors", "koila.events")

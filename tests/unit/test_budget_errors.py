@@ -71,7 +71,13 @@ def test_what_is_no_amount(amount: Any, fact: str) -> None:
         assert "\n  try: " in str(error) and len(str(error).splitlines()) == 2
 
 
-@pytest.mark.parametrize(("text", "example"), [("512", "512MiB"), ("12 parsecs", "12MiB"), ("", "512MiB")])
+@pytest.mark.parametrize(
+    ("text", "example"),
+    [
+        ("512", "512MiB"), ("12 parsecs", "12MiB"), ("", "512MiB"), ("2G", "2GiB"), ("2 gigs", "2GiB"), ("3k", "3KiB"),
+        ("1.5Gi", "1.5GiB"), ("4 terabytes", "4TiB"), ("7Mo", "7MiB"),
+    ],
+)  # fmt: skip
 def test_the_way_out_is_one(text: str, example: str) -> None:
     assert f'allowed="{example}"; accepted are ' in str(error_of(text))
     with koila.budget(example):

@@ -26,8 +26,10 @@ from koila.ir.tree import leaves, rebuild
 class _Group:
     """The batch size of one call of `koila.lazy`, set by its first tensor."""
 
-    def __init__(self, budget: int | None) -> None:
+    def __init__(self, budget: int | None, strict: bool = True) -> None:
         self.budget = budget
+        self.strict = strict
+        """Whether a tensor of another size in the batch dimension is an error; else it is lazy without a batch."""
         self.size: int | None = None
         self.shape: tuple[int, ...] = ()
         self.num_lazy = 0
@@ -43,6 +45,8 @@ class _Group:
         if self.size is None:
             self.size, self.shape = tensor.shape[dim], tuple(tensor.shape)
         elif tensor.shape[dim] != self.size:
+            if not self.strict:
+                return None
             raise CaptureError(
                 f"batch sizes differ: {list(self.shape)} has {self.size} samples, "
                 f"{list(tensor.shape)} has {tensor.shape[dim]} in dim {dim}",
@@ -117,8 +121,8 @@ def _user_mapping(tree: Any, batch: Any, group: _Group) -> Any:
     return tree
 
 
-def make_lazy(values: tuple[Any, ...], batch: Any, budget: int | None = None) -> Any:
-    """See `koila.lazy`."""
+def make_lazy(values: tuple[Any, ...], batch: Any, budget: int | None = None, strict: bool = True) -> Any:
+    """See `koila.lazy`; without `strict`, tensors whose size is not that of the batch are lazy without one."""
     install()
     transform = active_transform()
     if transform is not None:  # Its tensors are not what they seem, and it ends before anything would run.
@@ -128,7 +132,7 @@ def make_lazy(values: tuple[Any, ...], batch: Any, budget: int | None = None) ->
     run_carried()
     begin_program()
     note_worker()
-    group = _Group(budget)
+    group = _Group(budget, strict)
     if len(values) == 1:
         found = _make_value(values[0], _single(batch, values[0]), group)
     else:

@@ -18,11 +18,11 @@ from koila._torch import PYTHON_KEY, is_key_excluded, make_wrapper, ordinary_dis
 from koila.capture.advice import begin_program, leaving_worker, note_worker
 from koila.capture.bridge import Bridge
 from koila.capture.carried import run_carried
-from koila.capture.lookup import implementation, lookup_method
+from koila.capture.lookup import implementation, lookup_function, lookup_method
 from koila.capture.patches import install
 from koila.capture.record import budget_of, input_value, realize
 from koila.errors import CaptureError
-from koila.interfaces import BatchInfo, RunnableTensor
+from koila.interfaces import BatchedPair, BatchInfo, RunnableTensor
 from koila.ir.graph import collect
 from koila.ir.node import Value
 from koila.ir.prepass import PrePass, is_plain
@@ -148,7 +148,10 @@ class LazyTensor(torch.Tensor):
             return BatchInfo(value.batch, value.prepass.shape[value.batch])
         if value.real is not None or not collect([value], []).batches:
             return None
-        return Bridge.realizer.batch_of(value)
+        (found,) = Bridge.realizer.batches_of([value])
+        if found is not None:
+            value.batch = found.index  # An unsplit run does not ask, and it is known after it, too.
+        return found
 
     def __hash__(self) -> int:
         return id(self)
@@ -168,10 +171,56 @@ class LazyTensor(torch.Tensor):
     def __str__(self) -> str:
         return str(realize(self._value, "str"))
 
-    def run(self, detach: bool = False) -> torch.Tensor:
-        """The real tensor; run if it is pending."""
-        real = realize(self._value, "run")
+    def run(self, partial: tuple[int, int] | None = None, *, detach: bool = False) -> torch.Tensor:
+        """The real tensor; run if it is pending.
+
+        Args:
+            partial: Samples `(low, high)` of the batch to give; all of them if it is not given. Each is the one that
+                the whole batch has, also where samples depend on each other.
+            detach: Give a tensor without autograd history.
+
+        >>> import koila
+        >>> (koila.lazy(torch.arange(4.0)) * 2).run((1, 3))
+        tensor([2., 4.])
+        """
+        wanted = self if partial is None else self._samples(partial)
+        real = realize(wanted._value, "run")
         return real.detach() if detach else real
+
+    def _samples(self, partial: tuple[int, int]) -> LazyTensor:
+        """A range of the batch, as one more recorded call."""
+        batch = self.batch
+        if batch is None:
+            refuse(f"a range of the batch was asked for, and {list(self.shape)} carries no batch", "value.run()")
+        if not (isinstance(partial, tuple) and len(partial) == 2 and all(type(each) is int for each in partial)):
+            refuse(f"a range of the batch is (low, high), got {partial!r}", "value.run((0, 2)), value.run(detach=True)")
+        low, high = partial
+        if not 0 <= low <= high <= batch.value:
+            refuse(f"samples {low} to {high} of a batch of {batch.value}", f"0 <= low <= high <= {batch.value}")
+        found: LazyTensor = lookup_function(torch.narrow)(self, batch.index, low, high - low)
+        return found
+
+    def buffer_memory(self) -> BatchedPair:
+        """What the pending program behind this value makes, in bytes: all its results, as if none were ever freed.
+
+        A plan needs less: `koila.plan(value)` says how much. Nothing is run; the program is traced.
+
+        Returns:
+            Bytes for each sample, and bytes that do not depend on the batch.
+
+        >>> import koila
+        >>> (koila.lazy(torch.ones(4, 2)) * 2).buffer_memory()
+        BatchedPair(batch=8, no_batch=0)
+        """
+        nodes = collect([self._value], []).nodes
+        found = (node.output(index) for node in nodes for index in range(node.num_outputs))
+        values = [value for value in found if value is not None and value.is_base]
+        batches = Bridge.realizer.batches_of(values) if values else []
+        sizes = [(value.prepass.num_bytes, batch) for value, batch in zip(values, batches, strict=True)]
+        return BatchedPair(
+            sum(size // batch.value for size, batch in sizes if batch is not None),
+            sum(size for size, batch in sizes if batch is None),
+        )
 
     # PyTorch's lazy core, under its names.
 

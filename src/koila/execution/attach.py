@@ -180,7 +180,7 @@ class _Rerun:
         if is_stale or any(_digest(self.own.leaves[index]) != digest for index, digest in digests):
             raise StaleInputError(
                 "an input was changed after the forward pass and before the backward pass that needs it",
-                where=f"recorded at {self.own.nodes[0].site}",
+                where=f"recorded at {self.own.nodes[0].site}, run at {user_site()}",
                 hint="change it after backward()",
             )
         for _, error in self.own.rebound():

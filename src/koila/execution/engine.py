@@ -138,16 +138,14 @@ class Engine:
         """Whether gradients of results that a run in chunks has given pass through this value, out of its sight."""
         return is_passed_by(value)
 
-    def batch_of(self, value: Value) -> BatchInfo | None:
-        """Trace and type the program behind a value; nothing is run."""
-        if value.real is not None:
-            return None if value.batch is None else BatchInfo(value.batch, value.real.shape[value.batch])
+    def batches_of(self, values: Sequence[Value]) -> list[BatchInfo | None]:
+        """Trace and type the program behind pending values; nothing is run."""
         try:
-            program = program_of(collect([value], []), Demand())
+            program = program_of(collect(values, []), Demand())
         except NotSplittable:
-            return None
-        dim = program.facts(Wanted((0,))).batch_dims.get(0)
-        return None if dim is None else BatchInfo(dim, program.num_samples)
+            return [None] * len(values)
+        dims = program.facts(Wanted(tuple(range(len(values))))).batch_dims
+        return [BatchInfo(dims[n], program.num_samples) if n in dims else None for n in range(len(values))]
 
     def stream(self, value: Value, budget: Budget) -> Iterator[torch.Tensor]:
         """The chunks of a value; in one piece if it cannot be cut."""

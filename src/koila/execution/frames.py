@@ -7,8 +7,6 @@ for the innermost. `KOILA_TRACEBACK=full` keeps all of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 
 from koila._torch import CONTEXT_MODULE
@@ -18,15 +16,23 @@ NUM_FRAMES = 12
 """So many frames are kept at most, the innermost ones."""
 
 
-@contextmanager
-def few_frames() -> Iterator[None]:
-    """Errors of the body leave with few frames."""
-    try:
-        yield
-    except Exception as error:
-        if os.environ.get(VARIABLE) != "full":
-            error.__traceback__ = trimmed(error.__traceback__)
-        raise
+class few_frames:
+    """Errors of the body of a `with` statement leave it with few frames.
+
+    A class, because `contextlib` puts the traceback back that an error had when it entered a generator.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not wants_all_frames():
+            error.__traceback__ = trimmed(traceback)
+
+
+def wants_all_frames() -> bool:
+    """Whether the user asked to see koila's own frames."""
+    return os.environ.get(VARIABLE) == "full"
 
 
 def trimmed(traceback: TracebackType | None) -> TracebackType | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -73,11 +74,18 @@ class _Run:
         """Every result."""
         for number in range(len(self.plan.phases)):
             started = time.perf_counter()
-            for _ in self._phase(number):
-                pass
+            with self._range(number):
+                for _ in self._phase(number):
+                    pass
             self.phase_seconds.append(time.perf_counter() - started)
         self._section(self.plan.after, len(self.plan.phases))
         return [None if item is None else self._value(item) for item in self.plan.facts.results]
+
+    def _range(self, number: int) -> AbstractContextManager[Any]:
+        """A phase is a range in the traces of `torch.profiler`; a sub-plan is part of the phase around it."""
+        if self.inner:
+            return nullcontext()
+        return torch.profiler.record_function(f"koila: phase {number + 1} of {len(self.plan.phases)}")
 
     def stream(self, item: Item) -> Iterator[torch.Tensor]:
         """The chunks of one Sliced item of the last phase, one after the other, never gathered."""

@@ -18,7 +18,7 @@ from koila.ir.changes import changed_at
 from koila.ir.node import Node, Value, version_of
 from koila.ir.owned import OwnedCall
 from koila.ir.prepass import prepass_of
-from koila.ir.source import user_site
+from koila.ir.source import Site, user_site
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Graph:
     def positions(self) -> dict[Node, int]:
         """Each node's place in the program."""
         return {node: index for index, node in enumerate(self.nodes)}
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The user's line of each node."""
+        return tuple(node.site for node in self.nodes)
 
     @cached_property
     def produced(self) -> dict[Value, tuple[int, int]]:
@@ -206,8 +211,15 @@ def _stale(node: Node, operand: Value | torch.Tensor) -> StaleInputError:
     return StaleInputError(
         f"an input of {node.name} (shape {list(real.shape)}) was changed after the call was recorded and before it ran",
         where=f"recorded at {node.site}, {'' if changed is None else f'changed at {changed}, '}run at {user_site()}",
-        hint="run it before the change with koila.run(value) or koila.settle(), or keep it with koila.keep(value)",
+        hint=_way_out(node),
     )
+
+
+def _way_out(node: Node) -> str:
+    """A run that was too small to hold the value has come and gone, or there was none."""
+    if node.done:
+        return "koila.keep(value) before the run that computes it, so that it is kept however large it is"
+    return "koila.run(value), or koila.settle() for all that is pending, before the line that changes the input"
 
 
 def _rebound(node: Node, name: str) -> StaleInputError:

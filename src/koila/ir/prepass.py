@@ -81,6 +81,10 @@ class PrePass:
                 reach += stride * (size - 1)
         return False
 
+    def as_tuple(self) -> tuple[Any, ...]:
+        """Everything that the record says, as plain values."""
+        return self._key
+
     def with_grad(self, requires_grad: bool) -> PrePass:
         """The same record with another requires_grad."""
         return _intern((*self._key[:5], requires_grad, *self._key[6:]))

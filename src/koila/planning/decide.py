@@ -23,6 +23,7 @@ from koila.errors import BudgetError
 from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
 from koila.ir.numbers import structure_of
+from koila.ir.source import Site, user_site
 from koila.planning.cut import Cut, Cutter, Refused
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
@@ -64,6 +65,8 @@ class Decision:
     """Under which measuring corrects its projection."""
     recipe: Recipe | None = None
     """How a search made its plan, for other sizes."""
+    sites: tuple[Site, ...] = ()
+    """The user's line of each recorded call, where bytes were projected."""
 
     @property
     def projected_bytes(self) -> int | None:
@@ -101,6 +104,7 @@ def _whole(job: Job, projection: Projection | None, reason: str, because: NotSpl
     return Decision(
         "whole", job.wanted, job.budget, job.graph.num_samples, projection=projection, reasons=(reason,),
         fallback=None if because is None else str(because), is_final=because is None or because.is_final,
+        sites=() if projection is None else job.whole_graph.sites,
     )  # fmt: skip
 
 
@@ -191,7 +195,7 @@ def _smallest(job: Job, cutter: Cutter) -> Refused:
 def _split(job: Job, cut: Cut, reasons: tuple[str, ...]) -> Decision:
     return Decision(
         "split", cut.wanted, job.budget, job.graph.num_samples, cut.plan, cut.facts, cut.projection, cut.seconds,
-        reasons, program=cut.program, recipe=cut.recipe,
+        reasons, program=cut.program, recipe=cut.recipe, sites=job.graph.sites,
     )  # fmt: skip
 
 
@@ -220,7 +224,7 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
     held = f"; kept by koila.keep: {', '.join(repr(value.prepass) for value in kept)}" if kept else ""
     return BudgetError(
         f"needs {needed} bytes ({format_bytes(needed)}) at the smallest, allowed {allowed} ({format_bytes(allowed)})",
-        where=f"at the peak: {refused.largest}{site}{held}",
+        where=f"{user_site()} asks for it; at the peak: {refused.largest}{site}{held}",
         hint=f"budget={needed}; koila.explain(value, backward=True) shows what cannot be cut",
         needed_bytes=needed,
         allowed_bytes=allowed,

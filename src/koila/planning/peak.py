@@ -7,9 +7,9 @@ when a result is written over it; a merge that has begun is there while its loop
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from koila._bytes import format_bytes
 from koila.planning.schedule import Schedule, once_per_schedule
@@ -31,7 +31,7 @@ class Peak:
     """The storages that are alive."""
 
 
-class _Lives:
+class Lives:
     """From which to which step each storage of a schedule lives."""
 
     def __init__(self, schedule: Schedule, is_first: bool) -> None:
@@ -103,15 +103,15 @@ def peak_of(schedule: Schedule, is_first: bool = False) -> Peak:
 
 @once_per_schedule
 def _first_peak(schedule: Schedule) -> Peak:
-    return _worst(_Lives(schedule, is_first=True))
+    return _worst(Lives(schedule, is_first=True))
 
 
 @once_per_schedule
 def _later_peak(schedule: Schedule) -> Peak:
-    return _worst(_Lives(schedule, is_first=False))
+    return _worst(Lives(schedule, is_first=False))
 
 
-def _worst(lives: _Lives) -> Peak:
+def _worst(lives: Lives) -> Peak:
     found = Peak(0, 0, ())
     for position, (now, alive) in enumerate(lives.walk()):
         if now > found.num_bytes:
@@ -126,7 +126,11 @@ def peak_alone(schedule: Schedule) -> Peak:
 
 def totals(schedule: Schedule) -> list[int]:
     """The bytes alive at each step of a schedule."""
-    return [now for now, _ in _Lives(schedule, schedule.chunk is None).walk()]
+    return [now for now, _ in Lives(schedule, schedule.chunk is None).walk()]
+
+
+def _no_story() -> None:
+    """There is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,8 @@ class Projection:
     """What stands at the peak: (kind, bytes), together `peak_bytes`."""
     recorded: int | None = None
     """The recorded call that made the largest value at the peak; None in a backward pass."""
+    story: Callable[[], Any] = field(default=_no_story, repr=False, compare=False)
+    """Gives the `Story` of an unsplit run as long as it is kept for other sizes, else None."""
 
 
 class _Residents:
@@ -203,7 +209,7 @@ class _Residents:
                 yield key, self.sizes[token]
 
 
-class _Projector:
+class Projector:
     """Walks through the sections of a plan and remembers the worst moment."""
 
     def __init__(self, plan: Plan) -> None:
@@ -221,7 +227,7 @@ class _Projector:
     def _section(self, schedule: Schedule, section: int) -> None:
         # What the section reads for the last time is alive until then.
         self.resident.append(self.here.num_bytes)
-        self._consider(schedule, self.resident[-1], True, section)
+        self.consider(schedule, self.resident[-1], True, section)
         self.here.add_stored(schedule, [self.plan.key_of(whole) for whole in schedule.wholes], section)
         self.here.free(self.plan.frees[section])
 
@@ -238,24 +244,21 @@ class _Projector:
         sizes = [stop - start for start, stop in plan.chunks]
         for size, schedule in phase.loops.items():
             if size == sizes[0]:
-                self._consider(schedule, base, True, section)
+                self.consider(schedule, base, True, section)
             if size in sizes[1:]:  # The sums are there by then, and the caller holds the chunk before.
-                self._consider(schedule, base + states + pieces, False, section, merged, pieces)
+                self.consider(schedule, base + states + pieces, False, section, merged, pieces)
         for sink in merged:
             here.add(sink.key, sink.value_bytes)
         here.free(plan.frees[section])
 
-    def _consider(
+    def consider(
         self, schedule: Schedule, base: int, is_first: bool, section: int, merging: Iterable[Sink] = (), pieces: int = 0
     ) -> None:
+        """One schedule of the plan, `base` bytes beside it; each is looked at in the order in which it first runs."""
         peak = peak_of(schedule, is_first)
         if base + peak.num_bytes <= self.best.peak_bytes:
             return
-        kinds: Counter[str] = Counter({"results": pieces})
-        for sink in merging:
-            kinds[self.result_kinds.get(self.plan.key_of(sink.key), "merges")] += sink.state_bytes
-        for key, size in self.here.by_key():
-            kinds[self.result_kinds.get(key, "kept values")] += size
+        kinds = self.beside(merging, pieces)
         hidden = schedule.steps[peak.position].inside_bytes if schedule.steps else 0
         kinds["workspace"] += hidden
         kinds["activations"] += peak.num_bytes - hidden
@@ -263,10 +266,19 @@ class _Projector:
         text, recorded = describe(schedule, peak)
         self.best = Projection(base + peak.num_bytes, text, section, kinds=found, recorded=recorded)
 
+    def beside(self, merging: Iterable[Sink], pieces: int) -> Counter[str]:
+        """By kind, the bytes that are there beside what a schedule makes."""
+        kinds: Counter[str] = Counter({"results": pieces})
+        for sink in merging:
+            kinds[self.result_kinds.get(self.plan.key_of(sink.key), "merges")] += sink.state_bytes
+        for key, size in self.here.by_key():
+            kinds[self.result_kinds.get(key, "kept values")] += size
+        return kinds
+
 
 def project(plan: Plan) -> Projection:
     """The peak of a plan: at every step of every section."""
-    return _Projector(plan).run()
+    return Projector(plan).run()
 
 
 def _handed_out(schedule: Schedule) -> int:
@@ -280,7 +292,7 @@ def describe(schedule: Schedule, peak: Peak) -> tuple[str, int | None]:
     """What stands at a peak: the step, and the largest value alive with the recorded call that it comes from."""
     if not schedule.steps:
         return "nothing", None
-    text, recorded = _title(schedule, schedule.steps[peak.position])
+    text, recorded = title(schedule, schedule.steps[peak.position])
     sizes = schedule.storages.value_bytes
     largest = max(peak.alive, key=sizes.__getitem__, default=None)
     if largest is None:
@@ -288,13 +300,14 @@ def describe(schedule: Schedule, peak: Peak) -> tuple[str, int | None]:
     value, place = schedule.storages.owners[largest]
     maker = schedule.steps[schedule.position[value]]
     work: Work | None = maker.work
-    title, recorded = _title(schedule, maker)
+    name, recorded = title(schedule, maker)
     shape = [] if work is None else list(work.shape(place))
     size = format_bytes(sizes[largest])
-    return f"{text}; the largest value there is {title} {shape} ({size})", recorded
+    return f"{text}; the largest value there is {name} {shape} ({size})", recorded
 
 
-def _title(schedule: Schedule, step: Step) -> tuple[str, int | None]:
+def title(schedule: Schedule, step: Step) -> tuple[str, int | None]:
+    """What a step computes or hands on, and the recorded call that it comes from."""
     if step.kind is Kind.HAND_ON and step.operands[0] in schedule.position:
         step = schedule.steps[schedule.position[step.operands[0]]]
     work: Work | None = step.work

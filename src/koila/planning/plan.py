@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -159,12 +160,16 @@ class Plan:
     def __hash__(self) -> int:
         return hash((self.chunk_size, self.facts.num_samples, len(self.phases)))
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the text as it stands."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         lines = [f"{len(self.chunks)} chunks of {self.chunk_size} of {self.facts.num_samples} samples"]
         if not self.phases:
             lines = [f"all {self.facts.num_samples} samples at once: {len(self.after.steps)} steps"]
         for number, phase in enumerate(self.phases):
-            lines += [f"  phase {number}: {_describe(phase)}", *(f"    {text}" for text in _regions(_loop(phase)))]
+            lines += [f"  phase {number + 1}: {_describe(phase)}", *(f"    {text}" for text in _regions(_loop(phase)))]
         gathered = ", ".join(f"{name} (for {user})" for name, user in self.facts.gathers)
         lines.append(f"  gathered: {gathered or 'nothing'}")
         if self.offloaded:

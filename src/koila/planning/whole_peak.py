@@ -9,6 +9,7 @@ projected from its plan: `koila.planning.peak`.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import cast
@@ -62,6 +63,15 @@ def whole_peak(job: Job) -> Projection:
     return replace(found, peak_bytes=peak, kinds=tuple((kind, size) for kind, size in kinds if size))
 
 
+def whole_story(job: Job) -> Story | None:
+    """What an unsplit run of a job allocates and frees, event by event; None if it cannot be told."""
+    graph, roots = job.whole_graph, _roots(job)
+    try:
+        return _story(graph, roots, tuple(graph.outputs.index(root) for root in roots))
+    except Exception:  # `whole_peak` says why, and bounds it.
+        return None
+
+
 def _roots(job: Job) -> list[Value]:
     """What an unsplit run is differentiated from, now or later: its values carry PyTorch's own graph."""
     return [job.graph.outputs[root] for root in job.demand.roots]
@@ -77,10 +87,10 @@ def _project(graph: Graph, roots: Sequence[Value], key: Hashable) -> Projection:
     peak = found + drawn_bytes(graph) + AUTOGRAD_BYTES * len(graph.nodes) + _hooked_bytes(graph)
     text, largest = story.operators[position] if story.operators else "", story.largest_at(position)
     if largest is None:
-        return Projection(peak, text)
+        return Projection(peak, text, story=weakref.ref(story))
     birth = largest.birth
     text += f"; the largest value there is {birth.operator} {list(birth.shape)} ({format_bytes(birth.num_bytes)})"
-    return Projection(peak, text, recorded=cast("int | None", largest.place))
+    return Projection(peak, text, recorded=cast("int | None", largest.place), story=weakref.ref(story))
 
 
 _stories: Cache[Stories] = Cache("story_cache", 200_000, lambda stories: stories.weight)

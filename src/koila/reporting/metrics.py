@@ -25,7 +25,16 @@ __all__ = [
     "reset",
 ]
 
-_PREFIXES_WITH_SITES = ("forced", "eager")
+_QUESTIONS: dict[str, tuple[str, ...]] = {
+    "what ran": ("runs",),
+    "what ran whole although the budget asked for a cut, and why": ("fallback",),
+    "what was computed before a run was asked for, and where": ("forced",),
+    "what ran eagerly, where and why": ("eager", "eager_because"),
+    "what was traced and planned, and why again": ("traces", "plans", "sizes"),
+    "what ran out of memory and was tried again": ("retries",),
+    "what was warned about": ("warned",),
+}
+"""What people ask, in the order in which they ask it, and the counters that answer: by their name or their prefix."""
 _NUM_SITES_SHOWN = 5
 
 
@@ -100,20 +109,22 @@ def metric_data(name: str) -> MetricData:
 
 
 def report() -> str:
-    """Write all counters, grouped by what stands before `::`, and all metrics.
+    """Write what was counted and measured: first what people ask, with their lines, then everything else.
 
     Returns:
-        The text, with the sites of forced evaluations and of eager calls.
+        The text. A heading without an answer is left out; other counters are grouped by what stands before `::`.
 
     >>> reset()
+    >>> events.count("runs::whole")
     >>> events.count("forced::item", site="train.py:41")
     >>> print(report())
-    counters
-      forced
-        item: 1
-          train.py:41: 1
+    what ran
+      whole: 1
+    what was computed before a run was asked for, and where
+      item: 1
+        train.py:41: 1
     """
-    lines = [*_counter_lines(), *_metric_lines()]
+    lines = [*_answer_lines(), *_counter_lines(), *_metric_lines()]
     return "\n".join(lines) if lines else "nothing was counted"
 
 
@@ -132,8 +143,35 @@ def _prefix(name: str) -> str:
     return prefix if separator else ""
 
 
-def _counter_lines() -> Iterator[str]:
+def _answer_lines() -> Iterator[str]:
     counters = events.counters()
+    for question, prefixes in _QUESTIONS.items():
+        names = [name for prefix in prefixes for name in sorted(counters) if _asked(name) == prefix]
+        if names:
+            yield question
+        for name in names:
+            yield f"  {_short(name)}: {counters[name]}"
+            yield from _site_lines(name)
+
+
+def _asked(name: str) -> str:
+    """What a counter is asked by: its prefix, or its name if it has none."""
+    return _prefix(name) or name
+
+
+def _short(name: str) -> str:
+    """A counter below its question; reasons for eager calls say that they are reasons."""
+    prefix = _prefix(name)
+    return f"because: {name.removeprefix('eager_because::')}" if prefix == "eager_because" else _without(prefix, name)
+
+
+def _without(prefix: str, name: str) -> str:
+    return name.removeprefix(prefix + "::")
+
+
+def _counter_lines() -> Iterator[str]:
+    answered = {prefix for prefixes in _QUESTIONS.values() for prefix in prefixes}
+    counters = {name: value for name, value in events.counters().items() if _asked(name) not in answered}
     if counters:
         yield "counters"
     # Counters without a prefix have none to sort by: they come first.
@@ -141,17 +179,15 @@ def _counter_lines() -> Iterator[str]:
         yield f"  {prefix or '(no prefix)'}"
         for name in names:
             yield f"    {name.removeprefix(prefix + '::')}: {counters[name]}"
-            if prefix in _PREFIXES_WITH_SITES:
-                yield from _site_lines(name)
 
 
 def _site_lines(name: str) -> Iterator[str]:
     ranked = events.sites(name).most_common()
     for text, amount in ranked[:_NUM_SITES_SHOWN]:
-        yield f"      {text}: {amount}"
+        yield f"    {text}: {amount}"
     rest = ranked[_NUM_SITES_SHOWN:]
     if rest:
-        yield f"      {len(rest)} more: {sum(amount for _, amount in rest)}"
+        yield f"    {len(rest)} more: {sum(amount for _, amount in rest)}"
 
 
 def _metric_lines() -> Iterator[str]:

@@ -14,6 +14,7 @@ from koila.ir.job import Job
 from koila.planning.decide import Decision
 from koila.planning.plan import Plan
 from koila.planning.whole_peak import whole_peak
+from koila.reporting.picture import notebook
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class PlannedRun:
     def to_json(self) -> str:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=1)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the text as it stands."""
+        return notebook(str(self))
 
     def __str__(self) -> str:
         allowed = "" if self.allowed_bytes is None else f" of {format_bytes(self.allowed_bytes)}"

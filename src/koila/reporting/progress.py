@@ -1,9 +1,11 @@
 """Shows how far a run is.
 
 Takes: the events of a run.
-Gives: a progress bar if rich is installed, else plain lines; both on stderr.
+Gives: a progress bar if rich is installed, else plain lines; both on stderr. Nothing where nobody watches: stderr is no
+terminal, or continuous integration runs.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -120,13 +122,23 @@ class _RichBar:
         self._bar.console.print(f"koila: {text}", highlight=False, markup=False)
 
 
+def _is_watched(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("CI")
+
+
 @contextmanager
-def progress() -> Iterator[None]:
-    """Show the progress of every run inside the `with` block on stderr.
+def progress(always: bool = False) -> Iterator[None]:
+    """Show the phases and chunks of every run inside the `with` block on stderr.
+
+    Args:
+        always: Show them even if stderr is no terminal, or the environment variable `CI` is set.
 
     >>> with progress():
     ...     pass
     """
+    if not always and not _is_watched(sys.stderr):
+        yield
+        return
     with _rich_or_lines(sys.stderr) as display:
         unsubscribe = subscribe(_Listener(display))
         try:

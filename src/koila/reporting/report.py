@@ -1,25 +1,51 @@
 """Reports: what a step was expected to take, what it took, and what was done.
 
 *Takes* the `StepEnd` events of the engine. *Gives* a frozen, printable `Report` for each step: `item()` and the
-`backward()` after it are one.
+`backward()` after it are one. A report can be saved as JSON, read again, and saved as an HTML page.
 """
 
 from __future__ import annotations
 
+import json
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 from koila import events
 from koila._bytes import format_bytes
+from koila.errors import KoilaError
 from koila.execution.steps import measuring
 from koila.planning.decide import Decision
+from koila.reporting.page import page
+from koila.reporting.picture import notebook
+from koila.reporting.saving import write_text
+from koila.reporting.view import View, decision_view
+from koila.reporting.words import counted
 
 NUM_REPORTS = 100
 """So many reports are kept."""
 MINOR_SHARE = 4
 """What starts from the results of a step and has fewer than one in so many of its calls is no run of its own."""
+FORMAT = "koila report 1"
+"""The first entry of a saved report."""
+NO_PLAN = """no picture: without a budget in bytes nothing was projected, or the plan is gone
+  try: koila.explain(loss, backward=True, html="explain.html") before the run draws any program"""
+
+
+class _Planned:
+    """The picture of a run, made when it is asked for; the plan is not kept alive for it."""
+
+    def __init__(self, decision: Decision) -> None:
+        self._decision = weakref.ref(decision)
+
+    def __call__(self) -> View:
+        decision = self._decision()
+        return View() if decision is None else decision_view(decision)
 
 
 @dataclass(frozen=True)
@@ -60,21 +86,78 @@ class Report:
     """What could not be done as asked, and why."""
     retries: int = 0
     """How often memory ran out and a smaller plan was taken."""
+    make_view: Callable[[], View] = field(default=View, repr=False, compare=False)
+    """Makes what a page shows. It is there for the last run, and as long as the plan is in use."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
+        return {"format": FORMAT, **found, "view": self.make_view().to_dict()}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Report:
+        """The report that `to_dict` gave."""
+        view = View.from_dict(data["view"])
+        known = {each.name: data[each.name] for each in fields(Report) if each.compare}
+        lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+        return Report(**{**known, **lists}, make_view=lambda: view)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the report to a file.
+
+        Args:
+            path: One that ends in `.json`, which `Report.load` reads, or in `.html`, a page for a browser.
+
+        Raises:
+            KoilaError: It ends in neither.
+        """
+        write_text(path, {".html": self._page, ".json": lambda: json.dumps(self.to_dict())})
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Report:
+        """Read a report that was saved as `.json`.
+
+        Raises:
+            KoilaError: The file is no saved report.
+            OSError: It cannot be read.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
+            return Report.from_dict(data)
+        except (ValueError, KeyError, TypeError) as error:
+            raise KoilaError(
+                f"{str(path)!r} is no saved report: {error}", hint='koila.last_report().save("run.json") writes one'
+            ) from error
+
+    def _page(self) -> str:
+        view = self.make_view()
+        text = str(self) if view.points else f"{self}\n{NO_PLAN}"
+        return page("koila: a report of one run", text, view, self.allowed_bytes)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the memory as a picture, and the text."""
+        return notebook(str(self), self.make_view(), self.allowed_bytes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Report.from_dict, (self.to_dict(),)
 
     def __str__(self) -> str:
         lines = [f"{self.how}: {self.num_samples} samples in {self.seconds:.3f} s"]
         if self.chunk_size:
-            lines[0] += f", {self.num_chunks} chunks of {self.chunk_size}, {len(self.phase_seconds)} phases"
+            cut = f"{self.num_chunks} chunks of {self.chunk_size}" if self.num_chunks > 1 else "all at once, by a plan"
+            lines[0] += f", {cut}, {counted(len(self.phase_seconds), 'phase')}"
         sizes = {"allowed": self.allowed_bytes, "projected": self.projected_bytes, "measured": self.measured_bytes}
         known = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
         lines += ["  " + ", ".join(known)] if known else []
-        lines += [f"  phase {n}: {seconds:.3f} s" for n, seconds in enumerate(self.phase_seconds)]
+        lines += [f"  phase {n + 1}: {seconds:.3f} s" for n, seconds in enumerate(self.phase_seconds)]
         again = ", ".join(f"{name} ×{times}" for name, times in sorted(self.recomputed.items()))
         lines += [f"  computed again: {again}"] if again else []
         lines += [f"  {region}" for region in self.regions]
-        lines += [f"  {self.offloaded} values kept in a file"] if self.offloaded else []
+        lines += [f"  {counted(self.offloaded, 'value')} kept in a file"] if self.offloaded else []
         lines += [f"  fell back: {reason}" for reason in self.fallbacks]
-        lines += [f"  memory ran out {self.retries} times"] if self.retries else []
+        lines += [f"  memory ran out {counted(self.retries, 'time')}"] if self.retries else []
         first = {"traced": self.trace_seconds, "planned": self.plan_seconds}
         once = [f"{name} in {seconds:.3f} s" for name, seconds in first.items() if seconds]
         lines += [f"  {', '.join(once)}, once for this program"] if once else []
@@ -94,7 +177,7 @@ def _with_decision(report: Report, decision: Decision) -> Report:
     plan = decision.plan
     found = replace(
         report, how=decision.how, num_samples=decision.num_samples, allowed_bytes=decision.budget.allowed_bytes,
-        projected_bytes=decision.projected_bytes,
+        projected_bytes=decision.projected_bytes, make_view=_Planned(decision),
     )  # fmt: skip
     if plan is None:
         return found
@@ -124,6 +207,8 @@ class Reports:
         self.all: deque[Report] = deque(maxlen=NUM_REPORTS)
         self.last = Report()
         """The last step that a person would call a run: not the reading of an accuracy after it."""
+        self._decision: Decision | None = None
+        """That step's; it is kept so that the last report can be drawn."""
 
     def __call__(self, event: events.Event) -> None:
         if not isinstance(event, events.StepEnd):
@@ -134,7 +219,7 @@ class Reports:
             report = _joined(self.all.pop(), report)
         self.all.append(report)
         if not event.follows or report.num_calls * MINOR_SHARE >= self.last.num_calls:
-            self.last = report
+            self.last, self._decision = report, event.decision or self._decision
         for scope in event.scopes:
             scope.add(report, joins)
 

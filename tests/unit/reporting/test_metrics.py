@@ -57,27 +57,52 @@ def test_an_unknown_metric_says_which_there_are() -> None:
         metrics.metric_data("run::second")
 
 
-def test_the_report_groups_by_prefix_and_shows_sites_where_they_matter() -> None:
+def test_the_report_leads_with_what_people_ask() -> None:
     events.count("loose")
+    events.count("lazy::linear", 9)
     events.count("trie::hit", 3, site="hidden.py:1")
-    events.count("trie::miss")
+    events.count("warned::nothing lazy", site="train.py:3")
+    events.count("retries", site="train.py:44")
+    events.count("sizes::traced: a new call")
+    events.count("traces", 2)
+    events.count("eager_because::data-dependent shape")
+    events.count("eager::sort", site=lambda: "model.py:7")
     events.count("forced::item", 2, site="train.py:41")
     events.count("forced::item", site="train.py:50")
-    events.count("eager::sort", site=lambda: "model.py:7")
+    events.count("fallback::a hook", site="train.py:42")
+    events.count("runs", 5)
+    events.count("runs::split", 4)
     assert metrics.report().splitlines() == [
+        "what ran",
+        "  runs: 5",
+        "  split: 4",
+        "what ran whole although the budget asked for a cut, and why",
+        "  a hook: 1",
+        "    train.py:42: 1",
+        "what was computed before a run was asked for, and where",
+        "  item: 3",
+        "    train.py:41: 2",
+        "    train.py:50: 1",
+        "what ran eagerly, where and why",
+        "  sort: 1",
+        "    model.py:7: 1",
+        "  because: data-dependent shape: 1",
+        "what was traced and planned, and why again",
+        "  traces: 2",
+        "  traced: a new call: 1",
+        "what ran out of memory and was tried again",
+        "  retries: 1",
+        "    train.py:44: 1",
+        "what was warned about",
+        "  nothing lazy: 1",
+        "    train.py:3: 1",
         "counters",
         "  (no prefix)",
         "    loose: 1",
-        "  eager",
-        "    sort: 1",
-        "      model.py:7: 1",
-        "  forced",
-        "    item: 3",
-        "      train.py:41: 2",
-        "      train.py:50: 1",
+        "  lazy",
+        "    linear: 9",
         "  trie",
         "    hit: 3",
-        "    miss: 1",
     ]
 
 
@@ -92,7 +117,7 @@ def test_the_report_shows_the_most_frequent_sites_and_sums_the_rest() -> None:
     for line in range(1, 9):
         events.count("forced::item", line, site=f"train.py:{line}")
     lines = metrics.report().splitlines()
-    assert lines[3:] == [*(f"      train.py:{line}: {line}" for line in (8, 7, 6, 5, 4)), "      3 more: 6"]
+    assert lines[2:] == [*(f"    train.py:{line}: {line}" for line in (8, 7, 6, 5, 4)), "    3 more: 6"]
 
 
 def test_the_report_writes_metrics_in_their_unit() -> None:
@@ -131,7 +156,7 @@ def without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_rich")
 def test_progress_writes_plain_lines_without_rich(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress():
+    with progress(always=True):
         _emit_a_run(num_chunks=2)
     _emit_a_run(num_chunks=2)
     captured = capsys.readouterr()
@@ -147,7 +172,7 @@ def test_progress_writes_plain_lines_without_rich(capsys: pytest.CaptureFixture[
 @pytest.mark.usefixtures("without_rich")
 @pytest.mark.parametrize("num_chunks", [25, 100, 1000])
 def test_plain_lines_are_few_and_end_with_the_last_chunk(num_chunks: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress():
+    with progress(always=True):
         _emit_a_run(num_chunks)
     lines = capsys.readouterr().err.splitlines()[1:-1]
     assert len(lines) <= 14
@@ -156,7 +181,7 @@ def test_plain_lines_are_few_and_end_with_the_last_chunk(num_chunks: int, capsys
 
 def test_progress_with_rich_shows_the_run_and_unsubscribes(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
-    with progress():
+    with progress(always=True):
         _emit_a_run(num_chunks=3)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -166,7 +191,7 @@ def test_progress_with_rich_shows_the_run_and_unsubscribes(capsys: pytest.Captur
 
 
 def test_progress_unsubscribes_when_the_block_raises() -> None:
-    with pytest.raises(RuntimeError, match="inside"), progress():
+    with pytest.raises(RuntimeError, match="inside"), progress(always=True):
         raise RuntimeError("inside")
     assert events._listeners == OWN
 
