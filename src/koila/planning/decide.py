@@ -24,6 +24,7 @@ from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
 from koila.ir.numbers import structure_of
 from koila.planning.cut import Cut, Cutter, Refused
+from koila.planning.devices import planning_for
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
 from koila.planning.search import Recipe
@@ -78,11 +79,16 @@ class Decision:
 
 
 def decide(job: Job) -> Decision:
-    """How a job runs.
+    """How a job runs, on its device.
 
     Raises:
         BudgetError: No way to run it fits its budget.
     """
+    with planning_for(str(job.device)):
+        return _decided(job)
+
+
+def _decided(job: Job) -> Decision:
     budget = job.budget
     if budget.chunk_size is not None:
         return _decide_chunks(job, budget.chunk_size)
