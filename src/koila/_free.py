@@ -41,7 +41,7 @@ def free_bytes(device: torch.device | None = None) -> int:
     """Memory that could be allocated now.
 
     Args:
-        device: An accelerator (untested: no machine at hand has one), or the CPU, which is the default.
+        device: An accelerator (untested on hardware), or the CPU, which is the default.
 
     Returns:
         On the CPU the smallest of what cgroups, RLIMIT_DATA, RLIMIT_AS and the available memory leave; on an
@@ -60,14 +60,14 @@ def free_bytes(device: torch.device | None = None) -> int:
 
 
 def alive_bytes(device: torch.device | None = None) -> int:
-    """Memory that this process holds now: on the CPU its resident set, libraries included; on an accelerator (untested)
-    its tensors. Nothing is alive on a device that is not here.
+    """Memory that this process holds now: on the CPU its resident set, libraries included; on an accelerator its
+    tensors. Nothing is alive on a device that is not here.
 
     >>> alive_bytes() > 0
     True
     """
     if device is not None and device.type != "cpu":
-        return torch.accelerator.memory_allocated(device) if _is_here(device) else 0
+        return torch.accelerator.memory_allocated(device) if is_here(device) else 0
     mapped = _mapped_bytes()
     if mapped is not None:
         return mapped[1]
@@ -205,12 +205,15 @@ def _field(text: bytes, pattern: bytes) -> int | None:
 
 
 def _free_on(device: torch.device) -> int:
-    if not _is_here(device):
+    if not is_here(device):
         raise BudgetError(f"{device} is not here, so what is free on it is not known", hint='total="24GiB"')
     free, _ = torch.accelerator.get_memory_info(device)
     return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
 
 
-def _is_here(device: torch.device) -> bool:
+def is_here(device: torch.device) -> bool:
+    """Whether this machine has such a device."""
+    if device.type == "cpu":
+        return True
     found = torch.accelerator.current_accelerator(check_available=True)
     return found is not None and found.type == device.type

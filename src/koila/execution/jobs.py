@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from koila._budget import Budget, current_budget, default_bytes
+from koila._free import is_here
 from koila.capture.lookup import BackwardRequest
 from koila.capture.pending import address_of
 from koila.errors import BudgetError
@@ -25,6 +26,7 @@ from koila.ir.graph import Graph, collect, connected_leaves
 from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import HOOKS, Node, Value
 from koila.planning.decide import Decision, decision_for
+from koila.planning.devices import rules_for
 from koila.planning.eager_history import eager_history
 from koila.planning.whole_peak import leaf_bytes
 
@@ -137,7 +139,7 @@ class _Making:
         # Eager would have run everything by now, in this order; autograd's order of summation depends on it.
         is_all = all(node in needed.positions for node in pending.nodes)
         self.everything = needed if is_all else collect(due, [*pending.effects, *pending.nodes])
-        self.device = device or _device_of(needed)
+        self.device = device or device_of(needed)
         given = (collect(due, []) if due and pending.effects else needed).budgets
         self.given_bytes = min(given, default=None)
         if due and len(self.everything.budgets) > len(given):
@@ -320,7 +322,7 @@ def _why_whole_now(recorded: set[Context]) -> str | None:
     return None
 
 
-def _device_of(graph: Graph) -> torch.device:
+def device_of(graph: Graph) -> torch.device:
     """Where a program runs: on the accelerator, if one of its inputs is there."""
     return next((leaf.device for leaf in graph.leaves if leaf.device.type != "cpu"), torch.device("cpu"))
 
@@ -334,12 +336,17 @@ def resolved(budget: Budget, graph: Graph, device: torch.device) -> Budget:
         return budget
     on = None if device.type == "cpu" else device
     limit = _default_limit(budget, graph, on) if budget.is_default else budget.limit(on)
-    if limit is not None and (budget.is_default or budget.total_bytes is not None):
+    if limit is not None and budget.total_bytes is not None and not is_here(device):
+        limit -= rules_for(device.type).context_bytes
+    is_moving = budget.is_default or budget.total_bytes is not None or (on is not None and budget.has_shares)
+    if limit is not None and is_moving:
         # What is free changes all the time: plans are made for steps of an eighth.
         step = 1 << max(0, limit.bit_length() - 4)
         limit = limit // step * step
     allowed = None if limit is None else max(1, limit)
-    return replace(budget, allowed_bytes=allowed, total_bytes=None, reserved_bytes=0)
+    return replace(
+        budget, allowed_bytes=allowed, total_bytes=None, reserved_bytes=0, allowed_share=None, total_share=None
+    )
 
 
 def _default_limit(budget: Budget, graph: Graph, device: torch.device | None) -> int | None:
@@ -352,7 +359,7 @@ def _default_limit(budget: Budget, graph: Graph, device: torch.device | None) ->
     return free if rough > free else None
 
 
-def held_bytes(budget: Budget) -> int:
+def held_bytes(budget: Budget, device: torch.device) -> int:
     """How much may be kept of values that nobody asked for but the user still holds, outside of a decision."""
-    limit = default_bytes(budget.reserved_bytes) if budget.is_default else budget.limit()
-    return (default_bytes(budget.reserved_bytes) if limit is None else limit) // 4
+    limit = default_bytes(budget.reserved_bytes, device) if budget.is_default else budget.limit(device)
+    return (default_bytes(budget.reserved_bytes, device) if limit is None else limit) // 4

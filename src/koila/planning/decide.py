@@ -225,7 +225,8 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
     kept = [job.graph.outputs[index] for index in job.wanted.outputs if job.graph.outputs[index].keep]
     held = f"; kept by koila.keep: {', '.join(repr(value.prepass) for value in kept)}" if kept else ""
     return BudgetError(
-        f"needs {needed} bytes ({format_bytes(needed)}) at the smallest, allowed {allowed} ({format_bytes(allowed)})",
+        f"needs {needed} bytes ({format_bytes(needed)}) at the smallest, allowed {allowed} ({format_bytes(allowed)})"
+        + (f" on {job.device}" if job.device.type != "cpu" else ""),
         where=f"at the peak: {refused.largest}{site}{held}",
         hint=f"budget={needed}; koila.explain(value, backward=True) shows what cannot be cut",
         needed_bytes=needed,

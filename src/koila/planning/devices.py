@@ -50,11 +50,6 @@ class DeviceRules:
         """By how much a block for so many bytes may be larger, beyond `value_bytes`."""
         return self.unsplit_bytes if num_bytes > self.small_bytes else 0
 
-    @property
-    def beside_bytes(self) -> int:
-        """Of the memory of a device that is not here, what tensors cannot have."""
-        return self.context_bytes + self.library_bytes
-
 
 CPU = DeviceRules(
     "cpu", value_bytes=384, runs_cpu_kernels=True, multiplies_halves=False, has_pages=True, call_seconds=5e-6,
