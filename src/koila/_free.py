@@ -12,6 +12,7 @@ takes its stack (8 MiB as a rule), under RLIMIT_AS also an arena (64 MiB, 128 Mi
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import re
@@ -94,6 +95,13 @@ def default_bytes(reserved_bytes: int = 0, device: torch.device | None = None) -
 def result_bytes() -> int:
     """How much a split run may keep of values that nobody asked for but the user still holds."""
     return free_bytes() // 4
+
+
+def give_back() -> None:
+    """Free what nobody uses; on accelerators also what their allocators have cached (untested on hardware)."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 # The CPU.

@@ -11,17 +11,18 @@ itself, or by `bernoulli_` where a self-test shows that this is the same. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from koila._torch import TorchDispatchMode, schema_of, without_modes
-from koila.ir.prepass import Draw, PrePass, contiguous, prepass_of
-from koila.ir.tree import map_leaves
+from koila._free import give_back
+from koila._torch import TorchDispatchMode, schema_of
+from koila.ir.dropout import LAYOUTS, dropout_mask, dropped, is_drawn
+from koila.ir.generators import GeneratorState
+from koila.ir.prepass import Draw, PrePass, contiguous, empty, prepass_of
+from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
 
@@ -123,123 +124,57 @@ def _pack(mask: torch.Tensor) -> torch.Tensor:
 # Self-tests on the device at hand.
 
 
-_LAYOUTS = (((4099,), (0,)), ((37, 61), (1, 0)))
-"""Shapes, and orders of their dimensions in memory, on which kernels are compared."""
-
-
 @cache
 def _stream_ignores_dtype(dtype: torch.dtype, device: torch.device) -> bool:
     """Self-test: the same seed gives the same mask in bytes as in `dtype`, and leaves the same generator state."""
-    for shape, order in _LAYOUTS:
+    for shape, order in LAYOUTS:
         seen = []
         for kind in (dtype, torch.uint8):
             generator = torch.Generator(device).manual_seed(1)
-            empty = torch.empty(shape, dtype=kind, device=device)
-            noise = empty.permute(order).bernoulli_(0.7, generator=generator)
+            noise = torch.empty(shape, dtype=kind, device=device).permute(order)
+            noise.bernoulli_(0.7, generator=generator)
             seen.append((noise.to(torch.uint8), generator.get_state()))
         if not all(torch.equal(first, second) for first, second in zip(*seen, strict=True)):
             return False
     return True
 
 
-Multiply = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-
-
-def _scaled_last(given: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    return given.mul(mask).mul_(scale)
-
-
-def _scaled_mask(given: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    return mask.to(given.dtype).mul_(scale).mul_(given)
-
-
-@dataclass(frozen=True, slots=True)
-class Dropout:
-    """What a self-test found out about the dropout operator of a device."""
-
-    multiply: Multiply | None
-    """Makes its result from its input, its mask and the scale, to the last bit; None if nothing known does."""
-    is_bernoulli: bool = False
-    """Whether its mask is what `bernoulli_` draws."""
-
-
-@cache
-def dropout_of(dtype: torch.dtype, device: torch.device, probability: float) -> Dropout:
-    """Self-test of the dropout operator: how it multiplies, and how it draws."""
-    found, is_bernoulli = [_scaled_last, _scaled_mask], True
-    with without_modes(), torch.no_grad(), _generator_restored(device) as state:
-        for shape, order in _LAYOUTS:
-            begun = state()
-            given = torch.linspace(-3, 3, _numel(shape), device=device).to(dtype).view(shape).permute(order)
-            result, mask = aten.native_dropout.default(given, probability, True)
-            found = [each for each in found if torch.equal(each(given, mask, 1 / (1 - probability)), result)]
-            after = state()
-            state(begun)
-            drawn = _mask_of(prepass_of(given), probability)
-            is_bernoulli = is_bernoulli and torch.equal(drawn, mask) and torch.equal(state(), after)
-            state(after)
-    return Dropout(found[0] if found else None, is_bernoulli)
-
-
-def _mask_of(prepass: PrePass, probability: float) -> torch.Tensor:
-    return _empty(prepass, torch.bool).bernoulli_(1 - probability)
-
-
-@contextmanager
-def _generator_restored(device: torch.device) -> Iterator[Callable[..., torch.Tensor]]:
-    """A function that reads or sets the state of a device's own generator, which is as it was afterwards."""
-
-    module = torch if device.type == "cpu" else torch.get_device_module(device)
-    where = () if device.type == "cpu" else (device,)
-
-    def state(new: torch.Tensor | None = None) -> torch.Tensor:
-        if new is not None:
-            module.set_rng_state(new, *where)
-        return module.get_rng_state(*where)
-
-    before = state()
-    try:
-        yield state
-    finally:
-        state(before)
-
-
-def dropped(given: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
-    """The result of dropout with this mask."""
-    multiply = dropout_of(given.dtype, given.device, probability).multiply
-    assert multiply is not None  # Else it was not recorded.
-    return multiply(given, mask, 1 / (1 - probability))
-
-
 # Drawing.
 
 
-def _empty(prepass: PrePass, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.empty_strided(prepass.shape, prepass.stride, dtype=dtype or prepass.dtype, device=prepass.device)
-
-
 def draw(spec: Draw) -> Source:
-    """Run the random operator, and advance its generator, as eager would."""
+    """Run the random operator, and advance its generator, as eager would.
+
+    If an accelerator runs out of memory, what nobody uses is given back, and the numbers are drawn once more.
+    """
+    device = _device_of(spec)
+    if device.type == "cpu":
+        return _draw(spec)
+    generator = GeneratorState(device, dict(spec.kwargs).get("generator"))
+    try:
+        with generator.restored_on_error():
+            return _draw(spec)
+    except torch.OutOfMemoryError:
+        give_back()
+    with generator.restored_on_error():
+        return _draw(spec)
+
+
+def _device_of(spec: Draw) -> torch.device:
+    given = next((leaf.device for leaf in leaves(spec.args) if isinstance(leaf, PrePass)), None)
+    return given or torch.device(dict(spec.kwargs).get("device") or "cpu")
+
+
+def _draw(spec: Draw) -> Source:
     with torch.no_grad():
         if spec.target is aten.native_dropout.default:
-            return BitSource(_dropout_mask(*spec.args[:2]))
+            return BitSource(dropout_mask(*spec.args[:2]))
         if spec.target is aten.bernoulli_.float:
             prepass = spec.args[0]
             dtype = torch.uint8 if _stream_ignores_dtype(prepass.dtype, prepass.device) else None
-            return BitSource(aten.bernoulli_.float(_empty(prepass, dtype), *spec.args[1:], **dict(spec.kwargs)))
-        args = map_leaves(spec.args, lambda leaf: _empty(leaf) if isinstance(leaf, PrePass) else leaf)
+            return BitSource(aten.bernoulli_.float(empty(prepass, dtype), *spec.args[1:], **dict(spec.kwargs)))
+        args = map_leaves(spec.args, lambda leaf: empty(leaf) if isinstance(leaf, PrePass) else leaf)
         return Source(spec.target(*args, **dict(spec.kwargs)))
-
-
-def _dropout_mask(prepass: PrePass, probability: float) -> torch.Tensor:
-    if dropout_of(prepass.dtype, prepass.device, probability).is_bernoulli:
-        return _mask_of(prepass, probability)
-    return aten.native_dropout.default(_empty(prepass), probability, True)[1]
-
-
-def is_drawn(given: Any, p: float, train: bool | None) -> bool:
-    """Whether dropout with these arguments draws random numbers."""
-    return train is not False and 0 < p < 1
 
 
 class Supply(TorchDispatchMode):

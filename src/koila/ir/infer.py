@@ -32,7 +32,8 @@ from koila._torch import (
     write_count,
 )
 from koila.ir.cache import Cache
-from koila.ir.draws import BY_LAYOUT, dropout_of
+from koila.ir.draws import BY_LAYOUT
+from koila.ir.dropout import dropout_of
 from koila.ir.dtypes import is_refused
 from koila.ir.node import Value, function_name
 from koila.ir.owned import OwnedCall
