@@ -36,7 +36,7 @@ from koila.execution.evaluation import awaited
 from koila.execution.frames import few_frames
 from koila.execution.history import history_of
 from koila.execution.inner import places_of, real_gradients
-from koila.execution.jobs import Pending, Task, accumulating, decision_of, device_of, held_bytes, task_for
+from koila.execution.jobs import Pending, Task, accumulating, decision_of, devices_of, held_bytes, task_for
 from koila.execution.out_of_memory import note_failure, retried_once, run_until_it_fits
 from koila.execution.results import run_split, stream_split
 from koila.execution.seeds import Given, given_seeds, seeds_of
@@ -55,7 +55,7 @@ from koila.planning.failures import is_out_of_memory
 
 
 def _room_for(graph: Graph) -> int:
-    return held_bytes(current_budget(graph.budgets), device_of(graph))
+    return held_bytes(current_budget(graph.budgets), devices_of(graph))
 
 
 class Engine:

@@ -74,7 +74,7 @@ def _is_too_large(job: Job, decision: Decision) -> bool:
     projection = decision.projection
     if job.device.type == "cpu" or projection is None or not decision.budget.is_default:
         return False
-    return projection.peak_bytes > free_bytes(job.device)
+    return projection.peak_bytes > min(map(free_bytes, job.devices))
 
 
 def retried_once(act: Callable[[], T], what: str) -> T:
@@ -131,7 +131,7 @@ def _less(job: Job, decision: Decision) -> Budget | None:
     allowed = peak // 2
     if job.device.type != "cpu":
         # An accelerator says exactly what it has: the first smaller plan fits into that.
-        free = default_bytes(0, job.device)
+        free = min(default_bytes(0, device) for device in job.devices)
         allowed = free if free < peak else allowed
     return replace(decision.budget, chunk_size=None, allowed_bytes=max(1, allowed), is_default=True)
 
