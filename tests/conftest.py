@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import os
 import sys
 from collections.abc import Iterator
 
@@ -13,6 +15,8 @@ import koila
 from koila._warnings import forget_warnings
 from koila.capture.pending import recorder
 from tests.seeding import seed_present_devices_only
+
+DEVICE = os.environ.get("KOILA_DEVICE", "cpu")
 
 torch.set_num_threads(1)
 seed_present_devices_only()
@@ -28,6 +32,17 @@ def pytest_collection_finish() -> None:
 def fresh_counters() -> None:
     koila.metrics.reset()
     forget_warnings()
+
+
+@pytest.fixture(autouse=True)
+def default_device() -> Iterator[None]:
+    """`KOILA_DEVICE=sim` runs tests on the simulated accelerator, as far as they name no device themselves."""
+    if DEVICE == "cpu":
+        yield
+        return
+    importlib.import_module(f"tests.accelerator.{DEVICE}")
+    with torch.device(DEVICE):
+        yield
 
 
 @pytest.fixture(autouse=True)
