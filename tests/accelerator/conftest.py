@@ -12,6 +12,6 @@ from tests.accelerator import sim
 @pytest.fixture(autouse=True)
 def unlimited() -> Iterator[None]:
     yield
-    for device in range(2):
+    for device in range(3):
         sim.limit(None, device)
         sim.fail_in(-1, device)

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ def _module() -> types.ModuleType:
     return made
 
 
-os.environ.setdefault("SIM_DEVICES", "2")
+os.environ["SIM_DEVICES"] = "3"
 _native = _load()
 torch.utils.rename_privateuse1_backend("sim")
 num_kernels: int = _native.start()
@@ -132,10 +133,8 @@ torch._register_device_module("sim", _module())
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
-@atexit.register
-def _finish_backward() -> None:
-    """The device's thread of autograd lets go of what it holds before Python ends, else it might crash there."""
-    torch.ones(1, device="sim", requires_grad=True).sum().backward()
+# The device's thread of autograd must have let go of what it holds before Python ends, else it crashes there.
+atexit.register(time.sleep, 0.2)
 
 
 def limit(num_bytes: int | None, device: int = 0) -> None:
@@ -203,13 +202,16 @@ RULES = DeviceRules("sim", value_bytes=32, runs_cpu_kernels=True)
 register_device(RULES)
 
 
+CACHING = "sim:2"
+"""The device with a caching allocator: blocks of 512 bytes from segments of 2 and 20 MiB."""
+_native.set_caching(2, True)
+
+
 @contextmanager
-def caching(device: int = 0) -> Iterator[None]:
-    """New memory comes in blocks of 512 bytes from segments of 2 and 20 MiB, and plans know that."""
+def caching() -> Iterator[str]:
+    """A scope in which plans know the blocks of the caching allocator; gives the device that has it."""
     register_device(replace(RULES, value_bytes=512, small_bytes=1 << 20, unsplit_bytes=1 << 20))
-    _native.set_caching(device, True)
     try:
-        yield
+        yield CACHING
     finally:
-        _native.set_caching(device, False)
         register_device(RULES)

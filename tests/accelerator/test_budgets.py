@@ -85,25 +85,25 @@ def test_measuring_asks_the_device() -> None:
 @pytest.mark.parametrize("name", ["gpt with dropout", "cnn", "mlp"])
 def test_blocks_of_a_caching_allocator_are_inside_of_the_budget(name: str, share: float) -> None:
     allowed = int(share * eager(name).peak_bytes)
-    with sim.caching():
+    with sim.caching() as device:
         forget()
-        found = step(name, partial(koila.lazy, budget=allowed))
+        found = step(name, partial(koila.lazy, budget=allowed), device=device)
     assert_kept(found)
     assert distance(found, eager(name)) < 1e-10
 
 
 def test_large_blocks_of_a_caching_allocator_are_inside_of_the_budget() -> None:
     """A rest of up to 1 MiB stays with a block of more than 1 MiB."""
-    with sim.caching():
+    with sim.caching() as device:
         forget()
-        given, weight = torch.randn(4096, 300, device="sim"), torch.randn(300, 300, device="sim", requires_grad=True)
-        holes = [torch.empty(size << 18, device="sim") for size in (6, 7, 9, 13)]
+        given, weight = torch.randn(4096, 300, device=device), torch.randn(300, 300, device=device, requires_grad=True)
+        holes = [torch.empty(size << 18, device=device) for size in (6, 7, 9, 13)]
         holes.clear()
-        sim.reset_peak()
-        before = sim.live()
+        sim.reset_peak(2)
+        before = sim.live(2)
         (koila.lazy(given, budget="20MiB") @ weight).relu().square().mean().backward()
         report = koila.last_report()
-    assert sim.peak() - before <= report.projected_bytes <= report.allowed_bytes
+    assert sim.peak(2) - before <= report.projected_bytes <= report.allowed_bytes
 
 
 # Plans for a device that is not here.

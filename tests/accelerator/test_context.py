@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
 from tests.accelerator.trial import distance, step
@@ -66,3 +68,48 @@ def test_a_gradient_scaler_of_the_device() -> None:
         found.append([parameter.detach().cpu() for parameter in model.parameters()])
     assert koila.last_report().how == "split"
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*found, strict=True))
+
+
+class StreamsOf(TorchDispatchMode):
+    """Notes on which stream products are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in str(func):
+            self.seen.add(torch.accelerator.current_stream().stream_id)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_calls_run_on_the_stream_that_they_were_recorded_on(chunk: int | None) -> None:
+    given, stream, watch = torch.randn(8, 8, device="sim"), torch.Stream("sim"), StreamsOf()
+    value = koila.lazy(given)
+    with stream:
+        result = value @ given
+    with koila.budget(chunk_size=chunk), watch:
+        found = result.run()
+    assert watch.seen == {stream.stream_id}
+    assert torch.accelerator.current_stream() != stream
+    assert torch.allclose(found, given @ given)
+
+
+def test_calls_on_several_streams_run_whole() -> None:
+    given, stream = torch.randn(8, 8, device="sim"), torch.Stream("sim")
+    value = koila.lazy(given)
+    with stream:
+        result = value @ given
+    with koila.budget(chunk_size=3):
+        found = (result @ given).run()
+    assert koila.last_report().fallbacks == ("calls were recorded on several streams of the accelerator",)
+    assert torch.equal(found, given @ given @ given)
+
+
+def test_the_current_device_belongs_to_a_recorded_call() -> None:
+    value = koila.lazy(torch.ones(4, 2))
+    koila.lazy(torch.ones(1, device="sim"))
+    with torch.sim.device(1):
+        result = value.to("sim") * 2
+    assert result.device == result.run().device == torch.device("sim:1")

@@ -83,11 +83,12 @@ def test_attention_with_dropout_has_the_gradient_of_its_mask() -> None:
 
 
 def test_caching_gives_blocks_and_segments() -> None:
-    live, reserved = sim.live(1), torch.accelerator.memory_reserved(1)
-    with sim.caching(1):
-        kept = torch.empty(1, device="sim:1")
-        assert (sim.live(1) - live, torch.accelerator.memory_reserved(1) - reserved) == (512, 2 << 20)
-        del kept
+    kept = [torch.empty(1, device=sim.CACHING)]
+    live, reserved = sim.live(2), torch.accelerator.memory_reserved(2)
+    kept.append(torch.empty(1, device=sim.CACHING))
+    assert sim.live(2) - live == 512
+    kept.append(torch.empty(2 << 20, dtype=torch.uint8, device=sim.CACHING))
+    assert torch.accelerator.memory_reserved(2) - reserved in (0, 20 << 20)
 
 
 def test_late_copies_show() -> None:

@@ -228,7 +228,7 @@ def run_chunked(
     compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any], phase_seconds: list[float] | None = None
 ) -> list[Any]:
     """Run a plan; results in the order of the joint graph."""
-    with torch.no_grad(), without_autocast():
+    with graph.nodes[0].context.enter_stream(), torch.no_grad(), without_autocast():
         run = _Run(compiled, lambda slots: slot_values(graph, slots), inputs)
         results = run.run()
     if phase_seconds is not None:
@@ -246,7 +246,7 @@ def stream_chunked(compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) 
     chunks = run.stream(source)
     while True:
         # Between chunks the caller's code runs: its grad mode must be its own.
-        with torch.no_grad(), without_autocast():
+        with graph.nodes[0].context.enter_stream(), torch.no_grad(), without_autocast():
             piece = next(chunks, None)
         if piece is None:
             return

@@ -33,6 +33,8 @@ class Context:
     """Whether autograd notes where each of its nodes was made."""
     switches: tuple[Any, ...]
     """Fused kernels that are allowed, deterministic algorithms, precision of products: see `koila._torch.switches`."""
+    stream: torch.Stream | None = None
+    """The accelerator's current stream, and with it the current device; None as long as no input was on one."""
 
     @property
     def kernels(self) -> tuple[Any, ...]:
@@ -47,9 +49,19 @@ class Context:
             stack.callback(_leave_region)
         return stack
 
+    def enter_stream(self) -> ExitStack:
+        """The stream that the call was recorded on; what is queued on the current one comes before and after it."""
+        stack, now = ExitStack(), _stream()
+        if self.stream is not None and now is not None and self.stream != now:
+            self.stream.wait_stream(now)
+            stack.callback(now.wait_stream, self.stream)
+            stack.enter_context(torch.accelerator.device_index(self.stream.device.index))
+            stack.enter_context(self.stream)
+        return stack
+
     def enter(self) -> ExitStack:
         """The rest of the context, entered; leave it by closing the stack."""
-        stack = ExitStack()
+        stack = self.enter_stream()
         own = {device_type for device_type, _, _ in self.autocast}
         for device_type in _autocast_devices():
             if device_type not in own:
@@ -90,6 +102,19 @@ def _autocast_devices() -> tuple[str, ...]:
     return tuple(kind for kind in _AUTOCAST_DEVICES if torch.is_autocast_enabled(kind))
 
 
+_has_accelerator = False
+
+
+def watch_streams() -> None:
+    """From now on calls carry the current stream: an input is on an accelerator."""
+    global _has_accelerator
+    _has_accelerator = True
+
+
+def _stream() -> torch.Stream | None:
+    return torch.accelerator.current_stream() if _has_accelerator else None
+
+
 def without_autocast() -> ExitStack:
     """A scope in which autocast is enabled for no device: what was traced has its casts as calls."""
     stack = ExitStack()
@@ -108,7 +133,7 @@ def current_context() -> Context:
     )
     key = (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, _in_region(),
-        torch.get_default_dtype(), torch.is_anomaly_enabled(), read_switches(),
+        torch.get_default_dtype(), torch.is_anomaly_enabled(), read_switches(), _stream(),
     )  # fmt: skip
     found = _contexts.get(key)
     return found if found is not None else _contexts.setdefault(key, Context(*key))

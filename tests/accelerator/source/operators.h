@@ -34,6 +34,14 @@ auto on_cpu(Views& views, Function function) {
   Inside guard(views.device->index());
   return function();
 }
+/// The same for operators whose own kernels on devices need no memory beside their results.
+template <class Function>
+auto without_workspace(Views& views, Function function) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
+  Inside guard(-1);
+  return function();
+}
 OptionalTensor seen(Views& v, const OptionalTensor& t) {
   return t.has_value() && t->defined() ? OptionalTensor(v.to_cpu(*t)) : std::nullopt;
 }
@@ -98,7 +106,7 @@ Four efficient_attention(const at::Tensor& q, const at::Tensor& k, const at::Ten
   }
   auto& generator = own_of(default_generator(q.device().index()));
   const uint64_t seed = generator.seed_now >> 1, offset = generator.offset_now++;
-  auto [out, lse] = on_cpu(views, [&] {
+  auto [out, lse] = without_workspace(views, [&] {
     const auto scores = scores_of(a, b, mask, causal, scale);
     const auto kept = kept_scores(scores.probabilities, seed, offset, dropout);
     return std::make_pair(at::matmul(scores.probabilities * kept, c), scores.logsumexp);
@@ -182,7 +190,7 @@ Three lstm_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates, c
   Views v;
   const auto i = v.to_cpu(input_gates), h = v.to_cpu(hidden_gates), c = v.to_cpu(cx);
   const auto b = seen(v, input_bias), d = seen(v, hidden_bias);
-  auto [hy, cy, gates] = on_cpu(v, [&]() -> Three {
+  auto [hy, cy, gates] = without_workspace(v, [&]() -> Three {
     auto sum = i + h;
     if (b) sum += *b;
     if (d) sum += *d;
@@ -199,7 +207,7 @@ Three lstm_cell_backward(const OptionalTensor& grad_hy, const OptionalTensor& gr
   Views v;
   const auto c = v.to_cpu(cx), state = v.to_cpu(cy), gates = v.to_cpu(workspace);
   const auto gh = seen(v, grad_hy), gc = seen(v, grad_cy);
-  auto [grad_gates, grad_cx, grad_bias] = on_cpu(v, [&]() -> Three {
+  auto [grad_gates, grad_cx, grad_bias] = without_workspace(v, [&]() -> Three {
     const auto parts = gates.chunk(4, 1);
     const auto tanh = state.tanh();
     auto flow = gc ? *gc : at::zeros_like(state);
@@ -223,7 +231,7 @@ std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const
   Views v;
   const auto i = v.to_cpu(input_gates), h = v.to_cpu(hidden_gates), x = v.to_cpu(hx);
   const auto b = seen(v, input_bias), d = seen(v, hidden_bias);
-  auto [hy, kept] = on_cpu(v, [&] {
+  auto [hy, kept] = without_workspace(v, [&] {
     const auto from_input = (b ? i + *b : i).chunk(3, 1), from_hidden = (d ? h + *d : h).chunk(3, 1);
     const auto r = (from_input[0] + from_hidden[0]).sigmoid(), z = (from_input[1] + from_hidden[1]).sigmoid();
     const auto n = (from_input[2] + r * from_hidden[2]).tanh();
@@ -236,7 +244,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_
                                                                                          bool has_bias) {
   Views v;
   const auto g = v.to_cpu(grad_hy), kept = v.to_cpu(workspace);
-  auto [from_input, from_hidden, before, input_bias, hidden_bias] = on_cpu(v, [&] {
+  auto [from_input, from_hidden, before, input_bias, hidden_bias] = without_workspace(v, [&] {
     const auto parts = kept.chunk(5, 1);
     const auto &r = parts[0], &z = parts[1], &n = parts[2], &x = parts[3], &hidden = parts[4];
     const auto dz = g * (x - n) * z * (1 - z), dn = g * (1 - z) * (1 - n * n), dr = dn * hidden * r * (1 - r);
