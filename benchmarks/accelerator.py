@@ -58,13 +58,16 @@ def step(program: Program, allowed: int | None) -> Seen:
     sim.reset_peak(index)
     before, waits = sim.live(index), sim.counts()["waits"]
     batch = program.batch if allowed is None else koila.lazy(program.batch, budget=allowed)
-    with torch.enable_grad() if program.is_training else torch.no_grad():
+    grad = torch.enable_grad() if program.is_training else torch.no_grad()
+    with grad, torch.device(program.batch[0].device), koila.measure() as measure:
         result = program.step(batch)
         if program.is_training:
             result.backward()
         elif allowed is not None:
             result = koila.run(result)
-    peak, waits = sim.peak(index) - before, sim.counts()["waits"] - waits
+    # What the forward pass made before the run, such as the first state of an LSTM, is not the run's.
+    peak = sim.peak(index) - before if allowed is None else measure.peak_bytes
+    waits = sim.counts()["waits"] - waits
     results = program.gradients() if program.is_training else [result]
     return Seen([each.detach().cpu() for each in results], peak, waits)
 

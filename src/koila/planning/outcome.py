@@ -145,7 +145,8 @@ def _run(target: Any, args: Any, kwargs: Any) -> Any:
 def _run_on_fakes(target: Any, args: Any, kwargs: Any) -> Any:
     with FakeTensorMode():
         # An operator of an accelerator has no kernel for other devices.
-        device = "cpu" if has_kernel(target.name(), "CPU") else current_device()
+        is_foreign = isinstance(target, OpOverload) and not has_kernel(target.name(), "CPU")
+        device = current_device() if is_foreign else "cpu"
         fake = lambda leaf: like(leaf, device) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         result = target(*map_leaves(args, fake), **map_leaves(kwargs, fake))
