@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_api"}),
     frozenset({"parts"}),
     frozenset({"__init__"}),
-    frozenset({"selfcheck"}),
+    frozenset({"selfcheck", "calibrate"}),
 )
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 LEAVES = ("koila.errors", "koila.events")

@@ -43,10 +43,11 @@ def call_seconds(target: Any, args: Any, kwargs: Any, result: Any) -> float:
     if target is slice_whole:
         args = ()  # It reads no more than it gives.
     rules = current_rules()
-    work = tree_bytes((args, kwargs, result)) / _bytes_per_second(target)
+    found = rules.call_seconds + tree_bytes((args, kwargs, result)) / _bytes_per_second(target) / rules.byte_speed
+    found += large_bytes(result) / FRESH
     if overload and (flops := _flops(target, args, kwargs, result)):
-        work += flops / _first(FLOPS, str(target))
-    return rules.call_seconds + work / rules.speed + large_bytes(result) / FRESH
+        found += flops / _first(FLOPS, str(target)) / rules.flop_speed
+    return found
 
 
 def tree_bytes(tree: Any) -> int:

@@ -25,6 +25,7 @@ from koila.ir.job import Job, Wanted
 from koila.ir.numbers import structure_of
 from koila.planning.cut import Cut, Cutter, Refused
 from koila.planning.devices import planning_for
+from koila.planning.machine import use_calibration
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
 from koila.planning.search import Recipe
@@ -84,6 +85,7 @@ def decide(job: Job) -> Decision:
     Raises:
         BudgetError: No way to run it fits its budget.
     """
+    use_calibration()
     with planning_for(str(job.device)):
         return _decided(job)
 

@@ -41,8 +41,10 @@ class DeviceRules:
     """Whether large results cost time because the system hands out new pages for them."""
     call_seconds: float = 1e-5
     """How long a call takes that does nothing."""
-    speed: float = 100.0
-    """How many times faster than the rates of `koila.planning.rates` its kernels are."""
+    byte_speed: float = 100.0
+    """How many times faster than the rates of `koila.planning.rates` its kernels read and write."""
+    flop_speed: float = 100.0
+    """How many times faster they multiply."""
     offload_rate: float = 1e10
     """Bytes per second that are offloaded, or fetched."""
 
@@ -53,7 +55,7 @@ class DeviceRules:
 
 CPU = DeviceRules(
     "cpu", value_bytes=384, runs_cpu_kernels=True, multiplies_halves=False, has_pages=True, call_seconds=5e-6,
-    speed=1.0, offload_rate=1e9,
+    byte_speed=1.0, flop_speed=1.0, offload_rate=1e9,
 )  # fmt: skip
 """Products of half precision ask the processor itself: `koila.planning.half_products`."""
 
@@ -119,7 +121,7 @@ def planning_for(device: str) -> AbstractContextManager[object]:
 def current_rules() -> DeviceRules:
     """The rules of the device that plans are made for; those of the CPU outside of all scopes."""
     target = _targets.innermost
-    return CPU if target is None else target.rules
+    return rules_for("cpu") if target is None else target.rules
 
 
 def current_device() -> str:

@@ -21,7 +21,7 @@ LARGE = 32 * 2**20
 def copy_seconds(num_bytes: int) -> float:
     """The expected time of a step that only copies so many bytes."""
     rules = current_rules()
-    return rules.call_seconds + num_bytes / BYTES[""] / rules.speed
+    return rules.call_seconds + num_bytes / BYTES[""] / rules.byte_speed
 
 
 def fresh_bytes(num_bytes: int) -> int:
