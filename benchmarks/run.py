@@ -7,6 +7,7 @@ process.
 from __future__ import annotations
 
 import argparse
+import importlib
 import platform
 import time
 from collections.abc import Callable
@@ -100,8 +101,14 @@ def measure_chunks(arguments: list[str]) -> None:
     chunks(given.rounds)
 
 
+def measure_accelerator(arguments: list[str]) -> None:
+    # Not imported before: it compiles the simulated device, and gives PyTorch another accelerator.
+    importlib.import_module("benchmarks.accelerator").main(arguments)
+
+
 MEASUREMENTS: dict[str, Callable[[list[str]], None]] = {
     "chunks": measure_chunks,
+    "accelerator": measure_accelerator,
     "memory": memory.main,
     "scale": scale.main,
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import os
 import sys
 from collections.abc import Iterator
 
@@ -13,6 +15,9 @@ import koila
 from koila._warnings import forget_warnings
 from koila.capture.pending import recorder
 from tests.seeding import seed_present_devices_only
+
+DEVICE = os.environ.get("KOILA_DEVICE", "cpu")
+os.environ["KOILA_CALIBRATION"] = "no file: plans are those of the nominal machine"
 
 torch.set_num_threads(1)
 seed_present_devices_only()
@@ -28,6 +33,31 @@ def pytest_collection_finish() -> None:
 def fresh_counters() -> None:
     koila.metrics.reset()
     forget_warnings()
+
+
+NOT_ON_DEVICES = {
+    "test_recurrent_packed": "lengths of packed sequences are the host's",
+    "Embedding sparse": "the simulated device has no sparse tensors",
+}
+"""By a part of a test's name, why it makes no sense on the simulated accelerator."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items if DEVICE != "cpu" else ():
+        for part, reason in NOT_ON_DEVICES.items():
+            if part in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def default_device() -> Iterator[None]:
+    """`KOILA_DEVICE=sim` runs tests on the simulated accelerator, as far as they name no device themselves."""
+    if DEVICE == "cpu":
+        yield
+        return
+    importlib.import_module(f"tests.accelerator.{DEVICE}")
+    with torch.device(DEVICE):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._budget import Budget, current_budget, make_budget, read_bytes
+from koila._budget import Budget, current_budget, free_bytes, make_budget, read_bytes
 from koila.analysis.custom import add_rule
 from koila.capture.bridge import Bridge
 from koila.capture.eager import EagerTensor
@@ -63,8 +63,14 @@ def lazy(*values: Any, batch: Any = 0, budget: object = None) -> Any:
     >>> ((x - y) ** 2).mean().item()
     1.0
     """
-    allowed = None if budget is None else read_bytes(budget, "budget")
+    allowed = None if budget is None else read_bytes(budget, "budget", lambda: free_bytes(_accelerator_of(values)))
     return make_lazy(values, batch, allowed)
+
+
+def _accelerator_of(values: Any) -> torch.device | None:
+    """The first device that is not the host and that one of some tensors is on."""
+    devices = (leaf.device for leaf in leaves(values) if isinstance(leaf, torch.Tensor))
+    return next((device for device in devices if device.type != "cpu"), None)
 
 
 def eager(value: torch.Tensor) -> EagerTensor:

@@ -63,11 +63,20 @@ class Budget:
     """Whether measuring may change later plans."""
     is_default: bool = False
     """Whether nobody named a size: `default_bytes` says what is free, for whoever needs to know."""
+    allowed_share: float | None = None
+    """The share of what is free, if `allowed_bytes` was named as one: on an accelerator it is one of its own memory."""
+    total_share: float | None = None
+    """The share of what is free and alive, if `total_bytes` was named as one."""
 
     @property
     def limits(self) -> bool:
         """Whether it names a size."""
         return self.chunk_size is not None or self.allowed_bytes is not None or self.total_bytes is not None
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether a size was named as a share, which on an accelerator is one of what is free when a run begins."""
+        return self.allowed_share is not None or self.total_share is not None
 
     def limit(self, device: torch.device | None = None) -> int | None:
         """Bytes that a run may allocate now, or None if no bytes were named.
@@ -81,11 +90,23 @@ class Budget:
         >>> Budget(allowed_bytes=2048, reserved_bytes=48).limit()
         2000
         """
-        left = None if self.allowed_bytes is None else self._left_of_allowed(self.allowed_bytes)
-        if self.total_bytes is None:
+        named = self._on(device)
+        left = None if named.allowed_bytes is None else named._left_of_allowed(named.allowed_bytes)
+        if named.total_bytes is None:
             return left
-        beside = self._left_of_total(self.total_bytes, device)
+        beside = named._left_of_total(named.total_bytes, device)
         return beside if left is None else min(left, beside)
+
+    def _on(self, device: torch.device | None) -> Budget:
+        """The same budget with shares of this device's memory; those of the host were taken when it was named."""
+        if device is None or device.type == "cpu" or not self.has_shares:
+            return self
+        free, found = free_bytes(device), self
+        if self.allowed_share is not None:
+            found = replace(found, allowed_bytes=int(self.allowed_share * free))
+        if self.total_share is not None:
+            found = replace(found, total_bytes=int(self.total_share * (free + alive_bytes(device))))
+        return found
 
     def _left_of_allowed(self, allowed: int) -> int:
         if allowed <= self.reserved_bytes:
@@ -116,11 +137,15 @@ def current_budget(given: Iterable[int] = ()) -> Budget:
     scope = _scopes.innermost or Budget()
     smallest = min(given, default=None)
     if smallest is not None:
-        return replace(scope, chunk_size=None, allowed_bytes=smallest, total_bytes=None)
+        return replace(
+            scope, chunk_size=None, allowed_bytes=smallest, total_bytes=None, allowed_share=None, total_share=None
+        )
     if scope.limits:
         return scope
     text = os.environ.get(VARIABLE, "").strip()
-    return replace(scope, allowed_bytes=_read_variable(text)) if text else replace(scope, is_default=True)
+    if not text:
+        return replace(scope, is_default=True)
+    return replace(scope, allowed_bytes=_read_variable(text), allowed_share=_share(literal(text)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +232,8 @@ def budget(
     """A scope (or decorator) in which runs keep to a budget.
 
     The innermost scope holds; one that names no size keeps the size of the scope around it. An amount is bytes as an
-    int, a text such as "512MiB", or a share of what is free when the scope is entered.
+    int, a text such as "512MiB", or a share of what is free when the scope is entered; for a program on an accelerator,
+    of what is free there when it runs.
 
     Args:
         allowed: What a run may allocate.
@@ -260,6 +286,8 @@ def make_budget(
         read_bytes(reserved, "reserved", smallest=0),
         _read_offload(offload),
         tune,
+        allowed_share=_share(allowed),
+        total_share=_share(total),
     )
     _check_reserved(made)
     return made
@@ -370,6 +398,11 @@ def literal(text: str) -> int | float | str:
         except ValueError:
             continue
     return text
+
+
+def _share(value: object) -> float | None:
+    """The share that was named, if an amount was named as one."""
+    return value if isinstance(value, float) else None
 
 
 def _read_chunk_size(value: object) -> int | None:

@@ -12,6 +12,7 @@ takes its stack (8 MiB as a rule), under RLIMIT_AS also an arena (64 MiB, 128 Mi
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import re
@@ -41,7 +42,7 @@ def free_bytes(device: torch.device | None = None) -> int:
     """Memory that could be allocated now.
 
     Args:
-        device: An accelerator (untested: no machine at hand has one), or the CPU, which is the default.
+        device: An accelerator (untested on hardware), or the CPU, which is the default.
 
     Returns:
         On the CPU the smallest of what cgroups, RLIMIT_DATA, RLIMIT_AS and the available memory leave; on an
@@ -60,14 +61,14 @@ def free_bytes(device: torch.device | None = None) -> int:
 
 
 def alive_bytes(device: torch.device | None = None) -> int:
-    """Memory that this process holds now: on the CPU its resident set, libraries included; on an accelerator (untested)
-    its tensors. Nothing is alive on a device that is not here.
+    """Memory that this process holds now: on the CPU its resident set, libraries included; on an accelerator its
+    tensors. Nothing is alive on a device that is not here.
 
     >>> alive_bytes() > 0
     True
     """
     if device is not None and device.type != "cpu":
-        return torch.accelerator.memory_allocated(device) if _is_here(device) else 0
+        return torch.accelerator.memory_allocated(device) if is_here(device) else 0
     mapped = _mapped_bytes()
     if mapped is not None:
         return mapped[1]
@@ -94,6 +95,13 @@ def default_bytes(reserved_bytes: int = 0, device: torch.device | None = None) -
 def result_bytes() -> int:
     """How much a split run may keep of values that nobody asked for but the user still holds."""
     return free_bytes() // 4
+
+
+def give_back() -> None:
+    """Free what nobody uses; on accelerators also what their allocators have cached (untested on hardware)."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 # The CPU.
@@ -205,12 +213,15 @@ def _field(text: bytes, pattern: bytes) -> int | None:
 
 
 def _free_on(device: torch.device) -> int:
-    if not _is_here(device):
+    if not is_here(device):
         raise BudgetError(f"{device} is not here, so what is free on it is not known", hint='total="24GiB"')
     free, _ = torch.accelerator.get_memory_info(device)
     return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
 
 
-def _is_here(device: torch.device) -> bool:
+def is_here(device: torch.device) -> bool:
+    """Whether this machine has such a device."""
+    if device.type == "cpu":
+        return True
     found = torch.accelerator.current_accelerator(check_available=True)
     return found is not None and found.type == device.type

@@ -26,6 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"integrations"}),
     frozenset({"parts", "gpus", "lazy_core"}),
     frozenset({"__init__"}),
+    frozenset({"selfcheck", "calibrate"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )

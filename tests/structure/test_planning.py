@@ -17,6 +17,7 @@ WITHOUT_TORCH = (
     "koila.planning.aliasing",
     "koila.planning.schedule",
     "koila.planning.peak",
+    "koila.planning.devices",
     "koila.planning.rates",
     "koila.planning.levers.order",
     "koila.planning.levers.offload",

@@ -18,6 +18,7 @@ from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.patches import install
 from koila.capture.record import input_value
 from koila.errors import CaptureError
+from koila.ir.ambient import watch_streams
 from koila.ir.prepass import is_plain
 from koila.ir.source import user_site
 from koila.ir.tree import leaves, rebuild
@@ -98,6 +99,8 @@ def _make_lazy(tree: Any, batch: Any, group: _Group) -> Any:
             return real
         group.num_lazy += 1
         group.shapes.append(tuple(real.shape))
+        if real.device.type != "cpu":
+            watch_streams()
         dim = group.join(real, batch if isinstance(batch, int) else None)
         return LazyTensor._wrap(input_value(real, dim, group.budget))
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):

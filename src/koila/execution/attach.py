@@ -108,7 +108,7 @@ def _rerun(
         return _Rerun(again, own, leaves)
     wrt = tuple(index for index, leaf in enumerate(own.leaves) if leaf.requires_grad)
     demand = Demand(tuple(range(len(own.outputs))), wrt)
-    again = Job(own, demand, Wanted((), gradients=True), budget, job.device, history=job.history)
+    again = Job(own, demand, Wanted((), gradients=True), budget, job.devices, history=job.history)
     return _Rerun(again, own, leaves)
 
 

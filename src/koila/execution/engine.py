@@ -36,7 +36,7 @@ from koila.execution.evaluation import awaited
 from koila.execution.frames import few_frames
 from koila.execution.history import history_of
 from koila.execution.inner import places_of, real_gradients
-from koila.execution.jobs import Pending, Task, accumulating, decision_of, held_bytes, task_for
+from koila.execution.jobs import Pending, Task, accumulating, decision_of, devices_of, held_bytes, task_for
 from koila.execution.out_of_memory import note_failure, retried_once, run_until_it_fits
 from koila.execution.results import run_split, stream_split
 from koila.execution.seeds import Given, given_seeds, seeds_of
@@ -52,6 +52,10 @@ from koila.ir.replay import ordinary_state
 from koila.ir.source import user_site
 from koila.planning.decide import Decision, any_forced, decide, decision_for
 from koila.planning.failures import is_out_of_memory
+
+
+def _room_for(graph: Graph) -> int:
+    return held_bytes(current_budget(graph.budgets), devices_of(graph))
 
 
 class Engine:
@@ -125,7 +129,7 @@ class Engine:
     def run_what_fits(self, values: Sequence[Value], why: str) -> None:
         """Run values before what they are made from changes: the smallest first, into the share for what is held."""
         due = list[Value]()
-        room = held_bytes(current_budget(collect(values, []).budgets)) if values else 0
+        room = _room_for(collect(values, [])) if values else 0
         for value in sorted(values, key=lambda value: value.prepass.num_bytes):
             room -= value.prepass.num_bytes
             if room >= 0:

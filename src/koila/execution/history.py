@@ -26,7 +26,7 @@ class BackwardHistory:
         """Whether the last run computed gradients before anybody asked."""
         self.backs_off = False
         """Whether a guess was wrong: then none is made any more."""
-        self.seed = 1.0
+        self.seed: float | torch.Tensor = 1.0
         """The seed with which it came: one, or the scale of a loss."""
 
     def ran(self, guessed: bool) -> None:
@@ -40,7 +40,8 @@ class BackwardHistory:
         """A backward pass came."""
         self.asked = True
         if seed is not None and seed.numel() == 1:
-            self.seed = float(seed.detach())
+            # Reading it would make the host wait for an accelerator.
+            self.seed = float(seed.detach()) if seed.device.type == "cpu" else seed.detach().reshape(()).clone()
 
 
 _histories: Cache[BackwardHistory] = Cache("demand_cache", 256)

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from koila._budget import Budget, current_budget, default_bytes
+from koila._free import is_here
 from koila.capture.lookup import BackwardRequest
 from koila.capture.pending import address_of
 from koila.errors import BudgetError
@@ -22,9 +23,10 @@ from koila.execution.history import expects_backward
 from koila.execution.whole_run import written_leaves
 from koila.ir.ambient import Context, current_context
 from koila.ir.graph import Graph, collect, connected_leaves
-from koila.ir.job import Demand, Job, Wanted
+from koila.ir.job import CPU, Demand, Job, Wanted
 from koila.ir.node import HOOKS, Node, Value
 from koila.planning.decide import Decision, decision_for
+from koila.planning.devices import rules_for
 from koila.planning.eager_history import eager_history
 from koila.planning.whole_peak import leaf_bytes
 
@@ -137,14 +139,14 @@ class _Making:
         # Eager would have run everything by now, in this order; autograd's order of summation depends on it.
         is_all = all(node in needed.positions for node in pending.nodes)
         self.everything = needed if is_all else collect(due, [*pending.effects, *pending.nodes])
-        self.device = device or _device_of(needed)
+        self.devices = devices_of(needed) if device is None else (device,)
         given = (collect(due, []) if due and pending.effects else needed).budgets
         self.given_bytes = min(given, default=None)
         if due and len(self.everything.budgets) > len(given):
             self._leave_out_other_budgets()
         if budget is None:
             budget = current_budget(given)
-        self.budget = resolved(budget, self.everything, self.device)
+        self.budget = resolved(budget, self.everything, self.devices)
 
     def _leave_out_other_budgets(self) -> None:
         """Programs that share nothing with what is asked for and have another budget wait for their own run."""
@@ -157,7 +159,7 @@ class _Making:
     def plain_task(self) -> Task:
         """A task that nobody has to decide about."""
         whole = self._evaluation(self.everything)
-        job = Job(whole.graph, Demand(), Wanted(whole.asked), self.budget, self.device)
+        job = Job(whole.graph, Demand(), Wanted(whole.asked), self.budget, self.devices)
         return Task(job, whole, whole, (), self.request, self.given_bytes, is_plain=True)
 
     def task(self) -> Task:
@@ -202,7 +204,7 @@ class _Making:
         gradients = bool(demand.roots) and self.request is not None
         wanted = Wanted(own.asked, gradients, effects=bool(own.effects))
         job = Job(
-            own.graph, demand, wanted, self.budget, self.device,
+            own.graph, demand, wanted, self.budget, self.devices,
             everything=None if len(whole.graph.nodes) == len(own.graph.nodes) else whole.graph,
             held=own.held,
             must_run_whole=_why_whole(own, self.request),
@@ -315,31 +317,46 @@ def _why_whole_now(recorded: set[Context]) -> str | None:
     now = current_context()
     if now.anomaly or any(context.anomaly for context in recorded):
         return "anomaly mode looks at the gradient of every call"
+    if len({context.stream for context in recorded}) > 1:
+        return "calls were recorded on several streams of the accelerator"
     if any(context.kernels != now.kernels for context in recorded):
         return "settings of PyTorch's kernels were changed after calls were recorded"
     return None
 
 
-def _device_of(graph: Graph) -> torch.device:
-    """Where a program runs: on the accelerator, if one of its inputs is there."""
-    return next((leaf.device for leaf in graph.leaves if leaf.device.type != "cpu"), torch.device("cpu"))
+def devices_of(graph: Graph) -> tuple[torch.device, ...]:
+    """Where a program runs: on the accelerators that its inputs are on, in the order of these; else on the CPU."""
+    found = dict.fromkeys(leaf.device for leaf in graph.leaves)
+    return tuple(device for device in found if device.type != "cpu") or (CPU,)
 
 
 # Budgets as bytes.
 
 
-def resolved(budget: Budget, graph: Graph, device: torch.device) -> Budget:
+def resolved(budget: Budget, graph: Graph, devices: Sequence[torch.device]) -> Budget:
     """The budget as a chunk size, as bytes that a run may allocate now, or as no limit."""
     if budget.chunk_size is not None:
         return budget
-    on = None if device.type == "cpu" else device
-    limit = _default_limit(budget, graph, on) if budget.is_default else budget.limit(on)
-    if limit is not None and (budget.is_default or budget.total_bytes is not None):
+    limits = [_limit(budget, graph, device) for device in devices]
+    limit = min((each for each in limits if each is not None), default=None)
+    is_share = budget.has_shares and devices[0].type != "cpu"
+    if limit is not None and (budget.is_default or budget.total_bytes is not None or is_share):
         # What is free changes all the time: plans are made for steps of an eighth.
         step = 1 << max(0, limit.bit_length() - 4)
         limit = limit // step * step
     allowed = None if limit is None else max(1, limit)
-    return replace(budget, allowed_bytes=allowed, total_bytes=None, reserved_bytes=0)
+    return replace(
+        budget, allowed_bytes=allowed, total_bytes=None, reserved_bytes=0, allowed_share=None, total_share=None
+    )
+
+
+def _limit(budget: Budget, graph: Graph, device: torch.device) -> int | None:
+    """The bytes that a run may allocate now on a device."""
+    on = None if device.type == "cpu" else device
+    limit = _default_limit(budget, graph, on) if budget.is_default else budget.limit(on)
+    if limit is not None and budget.total_bytes is not None and not is_here(device):
+        limit -= rules_for(device.type).context_bytes
+    return limit
 
 
 def _default_limit(budget: Budget, graph: Graph, device: torch.device | None) -> int | None:
@@ -352,7 +369,11 @@ def _default_limit(budget: Budget, graph: Graph, device: torch.device | None) ->
     return free if rough > free else None
 
 
-def held_bytes(budget: Budget) -> int:
+def held_bytes(budget: Budget, devices: Sequence[torch.device]) -> int:
     """How much may be kept of values that nobody asked for but the user still holds, outside of a decision."""
-    limit = default_bytes(budget.reserved_bytes) if budget.is_default else budget.limit()
-    return (default_bytes(budget.reserved_bytes) if limit is None else limit) // 4
+    return min(_held_on(budget, device) for device in devices)
+
+
+def _held_on(budget: Budget, device: torch.device) -> int:
+    limit = default_bytes(budget.reserved_bytes, device) if budget.is_default else budget.limit(device)
+    return (default_bytes(budget.reserved_bytes, device) if limit is None else limit) // 4

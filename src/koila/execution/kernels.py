@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from koila.analysis.types import Sliced, chunk_of
+from koila.execution.offload import Pieces
 from koila.ir.draws import Source
 from koila.planning import operation
 from koila.planning.half_products import PRODUCTS
@@ -21,7 +22,9 @@ aten = torch.ops.aten
 
 
 def slice_whole(value: Any, kind: Sliced, start: int, stop: int, num_samples: int) -> torch.Tensor:
-    """A chunk of a whole value or of a random source."""
+    """A chunk of a whole value, of a random source, or of what waits on the host."""
+    if isinstance(value, Pieces):
+        return value.fetch(start, stop)
     if not isinstance(value, Source):
         return chunk_of(value, kind, start, stop, num_samples)
     if kind.dim == 0 and kind.outer == 1:

@@ -6,16 +6,14 @@ of memory; it stays in force for the next steps of the program. In the end a `Bu
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
-
 from koila import events
-from koila._budget import Budget
+from koila._budget import Budget, default_bytes, free_bytes
 from koila._bytes import format_bytes
+from koila._free import give_back
 from koila.errors import BudgetError
 from koila.events import Wait
 from koila.execution.steps import memory_ran_out
@@ -30,13 +28,6 @@ _TRIES = 8
 """So many decisions are tried in one run."""
 
 
-def give_back() -> None:
-    """Free what nobody uses; on an accelerator also what its allocator has cached (untested: no device here)."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-
-
 def run_until_it_fits(
     job: Job, run: Callable[[Decision], T], noted: Callable[[Decision], None] | None = None, failed: bool = False
 ) -> T:
@@ -46,13 +37,14 @@ def run_until_it_fits(
         job: The job.
         run: Runs it by a decision, or raises with nothing changed.
         noted: Told each decision before it is tried.
-        failed: Whether memory ran out with the first decision before.
+        failed: Whether memory ran out with the first decision before; it is then left out.
 
     Raises:
         BudgetError: Memory ran out with every decision that was tried.
     """
     # Planning needs memory itself.
     decision = retried_once(lambda: decision_for(job), f"a program of {len(job.graph.nodes)} calls was planned")
+    failed = failed or _is_too_large(job, decision)
     wait = Wait("memory ran out; trying smaller plans")
     try:
         for number, following in enumerate(_attempts(job, decision)):
@@ -75,6 +67,14 @@ def run_until_it_fits(
     finally:
         wait.suspend()
     raise _exhausted(job, decision)
+
+
+def _is_too_large(job: Job, decision: Decision) -> bool:
+    """Whether an accelerator has less than a decision needs that was made for what was free at an earlier step."""
+    projection = decision.projection
+    if job.device.type == "cpu" or projection is None or not decision.budget.is_default:
+        return False
+    return projection.peak_bytes > min(map(free_bytes, job.devices))
 
 
 def retried_once(act: Callable[[], T], what: str) -> T:
@@ -128,7 +128,12 @@ def _less(job: Job, decision: Decision) -> Budget | None:
         chunk = decision.plan.chunk_size // 2
         return replace(decision.budget, chunk_size=chunk) if chunk >= decision.plan.facts.granule else None
     peak = decision.projection.peak_bytes if decision.projection is not None else whole_peak(job).peak_bytes
-    return replace(decision.budget, chunk_size=None, allowed_bytes=max(1, peak // 2), is_default=True)
+    allowed = peak // 2
+    if job.device.type != "cpu":
+        # An accelerator says exactly what it has: the first smaller plan fits into that.
+        free = min(default_bytes(0, device) for device in job.devices)
+        allowed = free if free < peak else allowed
+    return replace(decision.budget, chunk_size=None, allowed_bytes=max(1, allowed), is_default=True)
 
 
 def _is_smaller(found: Decision, than: Decision) -> bool:

@@ -22,7 +22,7 @@ Given = Sequence[torch.Tensor | None]
 """The seeds of a request, one for each of its roots; None where there is none."""
 
 
-def seed_for(prepass: PrePass, given: torch.Tensor | None, number: float = 1.0) -> torch.Tensor:
+def seed_for(prepass: PrePass, given: torch.Tensor | None, number: float | torch.Tensor = 1.0) -> torch.Tensor:
     """The seed of a root in the layout that the program was traced with; `number` everywhere if none is given."""
     layout = seed_layout(prepass)
     if given is not None and given.dtype == layout.dtype and tuple(given.stride()) == layout.stride:

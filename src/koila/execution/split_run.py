@@ -18,7 +18,8 @@ from koila.analysis.split import Facts, Item
 from koila.analysis.trace import Slot, slot_values
 from koila.analysis.types import Merged, Sliced, store_chunk
 from koila.execution.codegen import Loop, compile_schedule
-from koila.execution.offload import empty_in_file
+from koila.execution.offload import Pieces, empty_in_file
+from koila.ir.ambient import without_autocast
 from koila.ir.draws import Source
 from koila.ir.graph import Graph
 from koila.planning.peak import Projection
@@ -173,9 +174,13 @@ class _Sink:
 
     def _store(self, item: Item, kind: Sliced, value: torch.Tensor) -> None:
         values, fake = self.run.values, item.node.meta["val"]
+        is_offloaded = item in self.run.plan.offloaded
+        if is_offloaded and value.device.type != "cpu":
+            values.setdefault(item, Pieces()).store(self.start, self.stop, value)
+            return
         if item not in values:
             shape, stride = fake.shape, _dense(fake)
-            if item in self.run.plan.offloaded:
+            if is_offloaded:
                 values[item] = empty_in_file(shape, stride, fake.dtype)
             else:
                 values[item] = torch.empty_strided(shape, stride, dtype=fake.dtype, device=value.device)
@@ -231,7 +236,7 @@ def run_chunked(
     compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any], phase_seconds: list[float] | None = None
 ) -> list[Any]:
     """Run a plan; results in the order of the joint graph."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with graph.nodes[0].context.enter_stream(), torch.no_grad(), without_autocast():
         run = _Run(compiled, lambda slots: slot_values(graph, slots), inputs)
         results = run.run()
     if phase_seconds is not None:
@@ -249,7 +254,7 @@ def stream_chunked(compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) 
     chunks = run.stream(source)
     while True:
         # Between chunks the caller's code runs: its grad mode must be its own.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with graph.nodes[0].context.enter_stream(), torch.no_grad(), without_autocast():
             piece = next(chunks, None)
         if piece is None:
             return

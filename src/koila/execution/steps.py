@@ -15,6 +15,7 @@ from typing import Any
 
 from koila import events
 from koila._scopes import Scopes
+from koila.execution.device_counters import DeviceCounters
 from koila.ir.node import Value
 from koila.planning.calibration import correct
 from koila.planning.decide import Decision, forget_decisions
@@ -71,14 +72,15 @@ def step() -> Iterator[Step]:
         yield outer
         return
     scopes, found = _measures.all, Step()
-    tracker = WorkspaceTracker() if scopes else None
+    tracker, counters = (WorkspaceTracker(), DeviceCounters()) if scopes else (None, None)
     try:
         with _steps.inside(found), tracker or nullcontext():
             yield found
     finally:
         if not found.is_empty:
             events.spend("run_seconds", time.perf_counter() - found.started)
-            measured = None if tracker is None else tracker.peak_bytes
+            on_devices = 0 if counters is None else counters.peak_bytes()
+            measured = on_devices or (None if tracker is None else tracker.peak_bytes)
             _learn(found, measured)
             events.emit(found.end(measured, scopes))
 

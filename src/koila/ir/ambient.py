@@ -33,6 +33,8 @@ class Context:
     """Whether autograd notes where each of its nodes was made."""
     switches: tuple[Any, ...]
     """Fused kernels that are allowed, deterministic algorithms, precision of products: see `koila._torch.switches`."""
+    stream: torch.Stream | None = None
+    """The accelerator's current stream, and with it the current device; None as long as no input was on one."""
 
     @property
     def kernels(self) -> tuple[Any, ...]:
@@ -47,13 +49,25 @@ class Context:
             stack.callback(_leave_region)
         return stack
 
+    def enter_stream(self) -> ExitStack:
+        """The stream that the call was recorded on; what is queued on the current one comes before and after it."""
+        stack, now = ExitStack(), _stream()
+        if self.stream is not None and now is not None and self.stream != now:
+            self.stream.wait_stream(now)
+            stack.callback(now.wait_stream, self.stream)
+            stack.enter_context(torch.accelerator.device_index(self.stream.device.index))
+            stack.enter_context(self.stream)
+        return stack
+
     def enter(self) -> ExitStack:
         """The rest of the context, entered; leave it by closing the stack."""
-        stack = ExitStack()
+        stack = self.enter_stream()
+        own = {device_type for device_type, _, _ in self.autocast}
+        for device_type in _autocast_devices():
+            if device_type not in own:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
         for device_type, dtype, cache in self.autocast:
             stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=cache))
-        if not self.autocast and torch.is_autocast_enabled("cpu"):
-            stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.inference_mode(self.inference))
         stack.enter_context(torch.set_grad_enabled(self.grad))
         if torch.is_anomaly_enabled() != self.anomaly:
@@ -79,21 +93,47 @@ def _in_region() -> bool:
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "privateuseone")
+
+
+def _autocast_devices() -> tuple[str, ...]:
+    """The types of devices for which autocast is enabled now."""
+    if not is_any_autocast_enabled():
+        return ()
+    return tuple(kind for kind in _AUTOCAST_DEVICES if torch.is_autocast_enabled(kind))
+
+
+_has_accelerator = False
+
+
+def watch_streams() -> None:
+    """From now on calls carry the current stream: an input is on an accelerator."""
+    global _has_accelerator
+    _has_accelerator = True
+
+
+def _stream() -> torch.Stream | None:
+    return torch.accelerator.current_stream() if _has_accelerator else None
+
+
+def without_autocast() -> ExitStack:
+    """A scope in which autocast is enabled for no device: what was traced has its casts as calls."""
+    stack = ExitStack()
+    for device_type in _autocast_devices():
+        stack.enter_context(torch.autocast(device_type, enabled=False))
+    return stack
+
+
 _contexts: dict[tuple[Any, ...], Context] = {}
 
 
 def current_context() -> Context:
     """The ambient state now; equal states are the same object."""
-    autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
-    if is_any_autocast_enabled():
-        autocast = tuple(
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in _AUTOCAST_DEVICES
-            if torch.is_autocast_enabled(kind)
-        )
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in _autocast_devices()
+    )
     key = (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, _in_region(),
-        torch.get_default_dtype(), torch.is_anomaly_enabled(), read_switches(),
+        torch.get_default_dtype(), torch.is_anomaly_enabled(), read_switches(), _stream(),
     )  # fmt: skip
     found = _contexts.get(key)
     return found if found is not None else _contexts.setdefault(key, Context(*key))

@@ -4,7 +4,9 @@
 that holds the numbers in their smallest exact form, and `Supply`, which hands sources to a call that is replayed.
 
 After the draw the generator stands where eager's would (DESIGN.md section 3). A Bernoulli mask is kept as one bit per
-element, and is drawn into bytes where a self-test on this machine shows that the stream does not depend on the dtype.
+element on its device, and is drawn into bytes where a self-test on that device shows that the stream does not depend on
+the dtype. Dropout of an accelerator is one operator, which draws and multiplies: its mask is drawn by the operator
+itself, or by `bernoulli_` where a self-test shows that this is the same. Nothing is ever drawn block by block.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from typing import Any
 
 import torch
 
+from koila._free import give_back
 from koila._torch import TorchDispatchMode, schema_of
-from koila.ir.prepass import Draw, PrePass, contiguous, prepass_of
-from koila.ir.tree import map_leaves
+from koila.ir.dropout import LAYOUTS, dropout_mask, dropped, is_drawn
+from koila.ir.generators import GeneratorState
+from koila.ir.prepass import Draw, PrePass, contiguous, empty, prepass_of
+from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
 
@@ -28,12 +33,11 @@ BY_LAYOUT = {
     aten.randint.low, aten.randperm.default, aten.rand_like.default, aten.randn_like.default,
     aten.randint_like.default, aten.randint_like.low_dtype, aten.rand.generator, aten.randn.generator,
     aten.randperm.generator, aten.randint.generator, aten.randint.low_generator, aten.bernoulli.p,
-    aten.normal.float_float,
+    aten.normal.float_float, aten.native_dropout.default,
 }  # fmt: skip
 """Random operators that depend on the layout of their arguments only, never on the data."""
 
 _BLOCK = 1 << 20
-_SHIFTS = torch.arange(8, dtype=torch.uint8)
 
 
 class Source:
@@ -81,16 +85,21 @@ class BitSource(Source):
         return self._unpack(start * row, stop * row).view(stop - start, *self.shape[1:])
 
     def prepass(self) -> PrePass:
-        return contiguous(self.shape, self.dtype)
+        return contiguous(self.shape, self.dtype).on(self._bits.device)
 
     def _unpack(self, start: int, stop: int) -> torch.Tensor:
-        first = start // 8 * 8
-        pieces = torch.empty((stop - first + 7) // 8 * 8, dtype=torch.bool)
+        first, shifts = start // 8 * 8, _shifts(self._bits.device)
+        pieces = torch.empty((stop - first + 7) // 8 * 8, dtype=torch.bool, device=self._bits.device)
         for begin in range(first, stop, _BLOCK):
             block = self._bits[begin // 8 : (min(begin + _BLOCK, stop) + 7) // 8]
-            bits = block.unsqueeze(1).bitwise_right_shift(_SHIFTS).bitwise_and_(1)
+            bits = block.unsqueeze(1).bitwise_right_shift(shifts).bitwise_and_(1)
             pieces[begin - first : begin - first + bits.numel()].copy_(bits.view(-1))
         return pieces[start - first : stop - first]
+
+
+@cache
+def _shifts(device: torch.device) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -101,43 +110,70 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _pack(mask: torch.Tensor) -> torch.Tensor:
-    flat = mask.reshape(-1)
-    bits = torch.empty((flat.numel() + 7) // 8, dtype=torch.uint8)
+    flat, shifts = mask.reshape(-1), _shifts(mask.device)
+    bits = torch.empty((flat.numel() + 7) // 8, dtype=torch.uint8, device=mask.device)
     for begin in range(0, flat.numel(), _BLOCK):
         block = flat[begin : begin + _BLOCK].to(torch.uint8)
         if block.numel() % 8:
             block = torch.cat([block, block.new_zeros(-block.numel() % 8)])
-        packed = block.view(-1, 8).bitwise_left_shift(_SHIFTS).sum(1, dtype=torch.uint8)
+        packed = block.view(-1, 8).bitwise_left_shift(shifts).sum(1, dtype=torch.uint8)
         bits[begin // 8 : begin // 8 + packed.numel()] = packed
     return bits
 
 
+# Self-tests on the device at hand.
+
+
 @cache
-def _stream_ignores_dtype(dtype: torch.dtype) -> bool:
+def _stream_ignores_dtype(dtype: torch.dtype, device: torch.device) -> bool:
     """Self-test: the same seed gives the same mask in bytes as in `dtype`, and leaves the same generator state."""
-    for shape, order in (((4099,), (0,)), ((37, 61), (1, 0))):
+    for shape, order in LAYOUTS:
         seen = []
         for kind in (dtype, torch.uint8):
-            generator = torch.Generator().manual_seed(1)
-            noise = torch.empty(shape, dtype=kind).permute(order).bernoulli_(0.7, generator=generator)
+            generator = torch.Generator(device).manual_seed(1)
+            noise = torch.empty(shape, dtype=kind, device=device).permute(order)
+            noise.bernoulli_(0.7, generator=generator)
             seen.append((noise.to(torch.uint8), generator.get_state()))
         if not all(torch.equal(first, second) for first, second in zip(*seen, strict=True)):
             return False
     return True
 
 
-def _empty(prepass: PrePass, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.empty_strided(prepass.shape, prepass.stride, dtype=dtype or prepass.dtype, device=prepass.device)
+# Drawing.
 
 
 def draw(spec: Draw) -> Source:
-    """Run the random operator, and advance its generator, as eager would."""
+    """Run the random operator, and advance its generator, as eager would.
+
+    If an accelerator runs out of memory, what nobody uses is given back, and the numbers are drawn once more.
+    """
+    device = _device_of(spec)
+    if device.type == "cpu":
+        return _draw(spec)
+    generator = GeneratorState(device, dict(spec.kwargs).get("generator"))
+    try:
+        with generator.restored_on_error():
+            return _draw(spec)
+    except torch.OutOfMemoryError:
+        give_back()
+    with generator.restored_on_error():
+        return _draw(spec)
+
+
+def _device_of(spec: Draw) -> torch.device:
+    given = next((leaf.device for leaf in leaves(spec.args) if isinstance(leaf, PrePass)), None)
+    return given or torch.device(dict(spec.kwargs).get("device") or "cpu")
+
+
+def _draw(spec: Draw) -> Source:
     with torch.no_grad():
-        if spec.target is aten.bernoulli_.float and spec.args[0].device.type == "cpu":
+        if spec.target is aten.native_dropout.default:
+            return BitSource(dropout_mask(*spec.args[:2]))
+        if spec.target is aten.bernoulli_.float:
             prepass = spec.args[0]
-            dtype = torch.uint8 if _stream_ignores_dtype(prepass.dtype) else None
-            return BitSource(aten.bernoulli_.float(_empty(prepass, dtype), *spec.args[1:], **dict(spec.kwargs)))
-        args = map_leaves(spec.args, lambda leaf: _empty(leaf) if isinstance(leaf, PrePass) else leaf)
+            dtype = torch.uint8 if _stream_ignores_dtype(prepass.dtype, prepass.device) else None
+            return BitSource(aten.bernoulli_.float(empty(prepass, dtype), *spec.args[1:], **dict(spec.kwargs)))
+        args = map_leaves(spec.args, lambda leaf: empty(leaf) if isinstance(leaf, PrePass) else leaf)
         return Source(spec.target(*args, **dict(spec.kwargs)))
 
 
@@ -151,7 +187,11 @@ class Supply(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags or func not in BY_LAYOUT:
             return func(*args, **(kwargs or {}))
+        if func is aten.native_dropout.default and not is_drawn(*args, **(kwargs or {})):
+            return func(*args, **(kwargs or {}))
         numbers = next(self._next)
+        if func is aten.native_dropout.default:
+            return dropped(args[0], numbers, args[1]), numbers
         if schema_of(func).is_mutable:
             return args[0].copy_(numbers)
         return numbers.clone()

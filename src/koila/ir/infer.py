@@ -33,6 +33,7 @@ from koila._torch import (
 )
 from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
+from koila.ir.dropout import dropout_of
 from koila.ir.dtypes import is_refused
 from koila.ir.node import Value, function_name
 from koila.ir.owned import OwnedCall
@@ -49,6 +50,9 @@ shape_cache: Cache[Inference] = Cache("shape_cache", SHAPE_CACHE_SIZE)
 
 HIDDEN_WRITERS = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
 """Functions that update running statistics, which users do not see as a write: it waits for the run."""
+
+SILENT_NORMS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
+"""Operators that update the running statistics, in training, although their schemas do not say so."""
 
 WRONG_FAKES = {F.multilabel_margin_loss}
 """Functions whose fake kernel disagrees with the real one about the shape of the result."""
@@ -84,8 +88,7 @@ class _Watch(TorchDispatchMode):
             raise _NeedsData("it would compute, and draw random numbers, on a device")
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note_draw(func, args, kwargs)
-        # native_batch_norm updates its statistics although its schema does not say so.
-        if func is aten.native_batch_norm.default and args[5]:
+        if func in SILENT_NORMS and args[5]:
             self.hidden_writes += [_storage_id(stat) for stat in args[3:5] if stat is not None]
         if schema_of(func).is_mutable:
             given = [*args, *(kwargs.get(each.name) for each in schema_of(func).arguments[len(args) :])]
@@ -97,10 +100,11 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _note_draw(self, func: Any, args: Any, kwargs: Any) -> None:
-        if func is aten.native_dropout.default or func not in BY_LAYOUT:
-            if not _consumes_nothing(func, args, kwargs):
-                raise _NeedsData("random numbers that depend on data")
+        is_dropout = func is aten.native_dropout.default
+        if (is_dropout or func not in BY_LAYOUT) and _consumes_nothing(func, args, kwargs):
             return
+        if func not in BY_LAYOUT or (is_dropout and not _is_known(*args[:2])):
+            raise _NeedsData("random numbers that depend on data")
         spec = map_leaves(args, lambda leaf: prepass_of(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         self.draws.append(Draw(func, spec, tuple(kwargs.items())))
 
@@ -111,6 +115,13 @@ def _makes_real_tensors(args: Any, kwargs: Any) -> bool:
     if device is not None:
         return torch.device(device) != META
     return not any(isinstance(leaf, torch.Tensor) for leaf in leaves((args, kwargs)))
+
+
+def _is_known(given: torch.Tensor, probability: float) -> bool:
+    """Whether it is known how the result of the dropout operator follows from its mask."""
+    if not 0 < probability < 1:
+        return False
+    return given.is_meta or dropout_of(given.dtype, given.device, probability).multiply is not None
 
 
 def _consumes_nothing(func: Any, args: Any, kwargs: Any) -> bool:

@@ -60,8 +60,9 @@ class Job:
     """What must be computed."""
     budget: Budget
     """Resolved: `allowed_bytes`, or `chunk_size`, or neither, which is no limit."""
-    device: torch.device = CPU
-    """Where the program runs."""
+    devices: tuple[torch.device, ...] = (CPU,)
+    """Where the program runs: the accelerators that its inputs are on, or the CPU. A plan counts the bytes of all of
+    them together and keeps to the smallest budget of any, so that the budget holds on each."""
     everything: Graph | None = None
     """The program with all else that is pending, which is what eager would have run by now; None: nothing else is."""
     held: tuple[int, ...] = ()
@@ -79,6 +80,11 @@ class Job:
 
     carried: Any = None
     """How plans of this structure were made at other sizes, by what they compute: they are tried first."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose rules hold."""
+        return self.devices[0]
 
     @property
     def whole_graph(self) -> Graph:
@@ -99,7 +105,7 @@ class Job:
             self.copied_bytes,
             self.history,
             self.budget,
-            self.device,
+            self.devices,
         )
 
     def within(self, budget: Budget) -> Job:

@@ -188,6 +188,11 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> PrePass:
     return prepass_of(torch.empty(shape, dtype=dtype, device="meta")).on(torch.device("cpu"))
 
 
+def empty(prepass: PrePass, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor with that layout, of that or another type, without content."""
+    return torch.empty_strided(prepass.shape, prepass.stride, dtype=dtype or prepass.dtype, device=prepass.device)
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """One random operator inside a call, independent of the data: it can be drawn when it is recorded."""

@@ -12,7 +12,7 @@ import torch
 
 from koila.ir.graph import Graph
 from koila.ir.node import HOOKS, Node, Value
-from koila.ir.prepass import prepass_of, with_bits
+from koila.ir.prepass import empty, prepass_of, with_bits
 
 
 class StandIns:
@@ -35,11 +35,10 @@ class StandIns:
     @staticmethod
     def numbers(node: Node) -> list[torch.Tensor]:
         """What stands for the random numbers of a call."""
-        return [torch.empty(source.shape, dtype=source.dtype) for source in node.draws]
+        return [empty(source.prepass()) for source in node.draws]
 
 
 def _fake(leaf: torch.Tensor) -> torch.Tensor:
     prepass = prepass_of(leaf)
-    fake = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=prepass.device)
-    fake = with_bits(fake, prepass.bits)
+    fake = with_bits(empty(prepass), prepass.bits)
     return fake.requires_grad_() if prepass.requires_grad else fake

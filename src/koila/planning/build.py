@@ -28,13 +28,14 @@ from koila.planning.catalogue import (
     result_shapes,
 )
 from koila.planning.cost import VIEW_SECONDS
+from koila.planning.devices import current_rules
 from koila.planning.forms import Drawn, Form, forms_of
 from koila.planning.in_place import overwritable
 from koila.planning.operation import Bound, Operation, OperatorWork, Ref, open_source, slice_whole
 from koila.planning.outcome import Outcome, outcome_of, storage_bytes
 from koila.planning.rates import copy_seconds
 from koila.planning.schedule import Schedule
-from koila.planning.step import Kind, Sink, Step
+from koila.planning.step import Kind, Place, Sink, Step
 
 aten = torch.ops.aten
 
@@ -228,6 +229,7 @@ def _step(
         value=value.number,
         operands=tuple(operand.number for operand in operands),
         places=outcome.places,
+        slack_bytes=_slack(outcome.places),
         inside_bytes=outcome.inside_bytes,
         retained_bytes=outcome.retained_bytes,
         seconds=outcome.seconds,
@@ -239,6 +241,14 @@ def _step(
         fills_storage=value.filling is not None,
         work=OperatorWork(operation, outcome.form, recorded, outcome.in_float32),
     )
+
+
+def _slack(places: Sequence[Place]) -> tuple[int, ...]:
+    """By how much the blocks of some results may be larger; nothing where none is."""
+    rules = current_rules()
+    if not rules.unsplit_bytes:
+        return ()
+    return tuple(rules.slack_bytes(place) if isinstance(place, int) else 0 for place in places)
 
 
 _ACCUMULATED = (torch.float32, torch.float64)

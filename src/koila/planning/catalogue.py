@@ -17,6 +17,7 @@ from koila.analysis.split import Facts, Item, arguments_by_name
 from koila.analysis.types import Merged, Sliced
 from koila.ir.tree import map_leaves
 from koila.planning.cost import node_seconds
+from koila.planning.devices import current_rules
 from koila.planning.forms import Drawn, form_tree
 from koila.planning.operation import Operation, Ref
 from koila.planning.step import Destination, Sink
@@ -191,12 +192,17 @@ def _tensors(item: Item) -> list[torch.Tensor]:
 
 def value_bytes(item: Item) -> int:
     """The bytes of a whole value."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(item))
+    return sum(_block_bytes(tensor.numel() * tensor.element_size()) for tensor in _tensors(item))
+
+
+def _block_bytes(num_bytes: int) -> int:
+    return num_bytes + current_rules().slack_bytes(num_bytes)
 
 
 def _state_bytes(item: Item) -> int:
     kind = first_type(item)
     if not isinstance(kind, Merged):
         return value_bytes(item)
-    wide = sum(t.numel() * (4 if t.dtype in HALVES else t.element_size()) for t in _tensors(item))
+    sizes = (t.numel() * (4 if t.dtype in HALVES else t.element_size()) for t in _tensors(item))
+    wide = sum(map(_block_bytes, sizes))
     return wide if isinstance(kind.monoid, Sum) else 2 * wide

@@ -15,8 +15,9 @@ from torch.utils.flop_counter import flop_registry
 
 from koila._torch import OpOverload
 from koila.ir.tree import leaves, map_leaves
+from koila.planning.devices import current_rules
 from koila.planning.operation import slice_whole
-from koila.planning.rates import BYTES, CALL, FLOPS, FRESH, fresh_bytes
+from koila.planning.rates import BYTES, FLOPS, FRESH, fresh_bytes
 from koila.planning.schedule import Schedule, once_per_schedule
 
 _SLOW = ("exp", "log", "tanh", "gelu", "silu", "sigmoid", "softplus", "erf", "pow", "sin", "cos", "mish", "elu")
@@ -41,10 +42,11 @@ def call_seconds(target: Any, args: Any, kwargs: Any, result: Any) -> float:
         return VIEW_SECONDS
     if target is slice_whole:
         args = ()  # It reads no more than it gives.
-    found = CALL + tree_bytes((args, kwargs, result)) / _bytes_per_second(target)
+    rules = current_rules()
+    found = rules.call_seconds + tree_bytes((args, kwargs, result)) / _bytes_per_second(target) / rules.byte_speed
     found += large_bytes(result) / FRESH
     if overload and (flops := _flops(target, args, kwargs, result)):
-        found += flops / _first(FLOPS, str(target))
+        found += flops / _first(FLOPS, str(target)) / rules.flop_speed
     return found
 
 

@@ -16,11 +16,12 @@ from koila.analysis.split import Facts
 from koila.errors import BudgetError
 from koila.ir.job import Job, Wanted
 from koila.planning.calibration import correction_bytes
+from koila.planning.devices import current_rules
 from koila.planning.peak import Projection, project
 from koila.planning.phases import make_layout
 from koila.planning.plan import Plan, make_plan
 from koila.planning.search import ALL, Recipe, Search, plan_seconds
-from koila.planning.whole_peak import OBJECT_BYTES, drawn_bytes, leaf_bytes
+from koila.planning.whole_peak import drawn_bytes, leaf_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +136,8 @@ class Cutter:
         """Random numbers that were drawn, seeds, eager history, objects, copies of what the commit writes."""
         graph, joint = self.program.graph, self.program.joint
         held, _ = self.job.history
-        objects = OBJECT_BYTES * len(joint.module.graph.nodes)
+        rules = current_rules()
+        objects = rules.value_bytes * len(joint.module.graph.nodes) + rules.library_bytes
         # The commit can be taken back: running statistics are copied before they are written.
         written = 2 * leaf_bytes(graph.leaves[index] for index in joint.written) if wanted.effects else 0
         roots = self.program.demand.roots if wanted.gradients else ()

@@ -25,6 +25,8 @@ from koila.ir.job import Job, Wanted
 from koila.ir.numbers import structure_of
 from koila.ir.source import Site, user_site
 from koila.planning.cut import Cut, Cutter, Refused
+from koila.planning.devices import planning_for
+from koila.planning.machine import use_calibration
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
 from koila.planning.search import Recipe
@@ -81,11 +83,17 @@ class Decision:
 
 
 def decide(job: Job) -> Decision:
-    """How a job runs.
+    """How a job runs, on its device.
 
     Raises:
         BudgetError: No way to run it fits its budget.
     """
+    use_calibration()
+    with planning_for(str(job.device)):
+        return _decided(job)
+
+
+def _decided(job: Job) -> Decision:
     budget = job.budget
     if budget.chunk_size is not None:
         return _decide_chunks(job, budget.chunk_size)
@@ -223,7 +231,8 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
     kept = [job.graph.outputs[index] for index in job.wanted.outputs if job.graph.outputs[index].keep]
     held = f"; kept by koila.keep: {', '.join(repr(value.prepass) for value in kept)}" if kept else ""
     return BudgetError(
-        f"needs {needed} bytes ({format_bytes(needed)}) at the smallest, allowed {allowed} ({format_bytes(allowed)})",
+        f"needs {needed} bytes ({format_bytes(needed)}) at the smallest, allowed {allowed} ({format_bytes(allowed)})"
+        + (f" on {job.device}" if job.device.type != "cpu" else ""),
         where=f"{user_site()} asks for it; at the peak: {refused.largest}{site}{held}",
         hint=f"budget={needed}; koila.explain(value, backward=True) shows what cannot be cut",
         needed_bytes=needed,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from koila._torch import onednn_has_bfloat16
+from koila.planning.devices import current_rules
 from koila.planning.workspace import HALF
 
 aten = torch.ops.aten
@@ -27,7 +28,8 @@ def _is_native() -> bool:
 
 def runs_in_float32(target: Any, result: Any) -> bool:
     """Whether a product with such a result is computed in float32."""
-    return target in PRODUCTS and isinstance(result, torch.Tensor) and result.dtype in HALF and not _is_native()
+    is_half = isinstance(result, torch.Tensor) and result.dtype in HALF
+    return target in PRODUCTS and is_half and not (current_rules().multiplies_halves or _is_native())
 
 
 def float32_bytes(tensors: list[torch.Tensor]) -> int:

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from koila._torch import FakeTensorMode, OpOverload, is_autograd_view, schema_of, storage_key
+from koila._torch import FakeTensorMode, OpOverload, has_kernel, is_autograd_view, schema_of, storage_key
 from koila.analysis.rules.reduce import chunk_moments, moments_bytes
 from koila.ir.cache import Cache
 from koila.ir.tree import leaves, map_leaves
 from koila.planning.cost import call_seconds, large_bytes
+from koila.planning.devices import current_device, current_rules
 from koila.planning.forms import Drawn, Form, form_tree, forms_of, like, meta_tree
 from koila.planning.half_products import float32_bytes, runs_in_float32
 from koila.planning.operation import HELPERS, Operation, slice_whole
@@ -74,7 +75,7 @@ def outcome_of(
         _is_form(leaf) for leaf in leaves(operands)
     ):
         return _find(operation, operands, chunk, whole, None)
-    key = (operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
+    key = (current_rules(), operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
     return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole, expected))
 
 
@@ -143,7 +144,10 @@ def _run(target: Any, args: Any, kwargs: Any) -> Any:
 
 def _run_on_fakes(target: Any, args: Any, kwargs: Any) -> Any:
     with FakeTensorMode():
-        fake = lambda leaf: like(leaf, "cpu") if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+        # An operator of an accelerator has no kernel for other devices.
+        is_foreign = isinstance(target, OpOverload) and not has_kernel(target.name(), "CPU")
+        device = current_device() if is_foreign else "cpu"
+        fake = lambda leaf: like(leaf, device) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         result = target(*map_leaves(args, fake), **map_leaves(kwargs, fake))
     return map_leaves(result, lambda leaf: like(leaf, "meta") if isinstance(leaf, torch.Tensor) else leaf)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from koila._bytes import format_bytes
@@ -216,6 +217,8 @@ class Projector:
         self.plan, self.here, self.resident = plan, _Residents(), list[int]()
         self.best = Projection(0, "nothing")
         self.result_kinds = plan.result_kinds
+        self.away: dict[Hashable, int] = {}
+        """The bytes of values that must be fetched, chunk by chunk, to be read."""
 
     def run(self) -> Projection:
         for number, phase in enumerate(self.plan.phases):
@@ -236,10 +239,13 @@ class Projector:
         for sink in phase.sinks:
             if sink.destination is Destination.GATHER:
                 here.add(sink.key, 0 if sink.key in plan.offloaded else sink.value_bytes)
+                if plan.fetches and sink.key in plan.offloaded:
+                    self.away[sink.key] = sink.value_bytes
         merged = [sink for sink in phase.sinks if sink.destination is Destination.MERGE]
         states = sum(sink.state_bytes for sink in merged)
         base = here.num_bytes
         pieces = max(map(_handed_out, phase.loops.values()), default=0)
+        base += max(map(self._fetched, phase.loops.values()), default=0)
         self.resident.append(base + states + pieces)
         sizes = [stop - start for start, stop in plan.chunks]
         for size, schedule in phase.loops.items():
@@ -250,6 +256,12 @@ class Projector:
         for sink in merged:
             here.add(sink.key, sink.value_bytes)
         here.free(plan.frees[section])
+
+    def _fetched(self, schedule: Schedule) -> int:
+        """The chunks that a loop fetches; all of them may be there at the same time."""
+        read = {self.plan.key_of(whole) for whole in schedule.wholes} if self.away else set()
+        share = (schedule.chunk or 0) / max(1, self.plan.facts.num_samples)
+        return sum(ceil(self.away[key] * share) for key in read & self.away.keys())
 
     def consider(
         self, schedule: Schedule, base: int, is_first: bool, section: int, merging: Iterable[Sink] = (), pieces: int = 0

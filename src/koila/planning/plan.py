@@ -68,7 +68,9 @@ class Plan:
     after: Schedule
     """What runs after the last loop."""
     offloaded: frozenset[Item] = frozenset()
-    """Kept items whose buffers lie in a file."""
+    """Kept items whose buffers lie in a file, or on the host."""
+    fetches: bool = False
+    """Whether a chunk of these is copied to the device when it is read: it is not the host."""
     streamed: bool = False
     """Whether the only result, if it is Sliced, is handed out chunk by chunk and never held whole."""
 

@@ -1,9 +1,12 @@
-"""Rates of a nominal machine: `python -m benchmarks.costs` shows them beside those of the machine at hand.
+"""Rates of a nominal processor: `python -m benchmarks.costs` shows them beside those of the machine at hand.
 
-*Takes* nothing. *Gives* numbers. Only their ratios matter: they decide which of two plans is the faster one.
+*Takes* nothing. *Gives* numbers. Only their ratios matter: they decide which of two plans is the faster one. How many
+times faster an accelerator is, its row in `koila.planning.devices` says.
 """
 
 from __future__ import annotations
+
+from koila.planning.devices import current_rules
 
 FLOPS = {"convolution": 55e9, "attention": 40e9, "": 75e9}
 """Floating-point operations per second of a dense kernel, by a part of its name."""
@@ -13,15 +16,14 @@ FRESH = 1.6e9
 """Bytes per second at which the system hands out pages; a large result is made of new ones every time."""
 LARGE = 32 * 2**20
 """From this size on, the allocator gives pages back at once."""
-CALL = 5e-6
-"""Seconds per call."""
 
 
 def copy_seconds(num_bytes: int) -> float:
     """The expected time of a step that only copies so many bytes."""
-    return CALL + num_bytes / BYTES[""]
+    rules = current_rules()
+    return rules.call_seconds + num_bytes / BYTES[""] / rules.byte_speed
 
 
 def fresh_bytes(num_bytes: int) -> int:
     """How many bytes of a result are made of new pages every time: all of it, or nothing."""
-    return num_bytes if num_bytes >= LARGE else 0
+    return num_bytes if num_bytes >= LARGE and current_rules().has_pages else 0

@@ -65,6 +65,8 @@ class Step:
     """The numbers of the values that it reads, each once."""
     places: tuple[Place, ...] = ()
     """For each result, the bytes of its own that it lies in, or whose storage it shares."""
+    slack_bytes: tuple[int, ...] = ()
+    """For each result, by how much the allocator may make its block larger; nothing is as much as no bytes."""
     inside_bytes: int = 0
     """Bytes that it allocates and frees while it runs."""
     retained_bytes: int = 0
@@ -108,7 +110,10 @@ class Step:
         size = self.places[place]
         assert isinstance(size, int), "the result lies in an operand's storage"
         # A product that is added to a sum has no storage of its own.
-        return 0 if self.kind is Kind.ADD_PRODUCT else size + (self.retained_bytes if place == 0 else 0)
+        if self.kind is Kind.ADD_PRODUCT:
+            return 0
+        beside = self.retained_bytes if place == 0 else 0
+        return size + beside + (self.slack_bytes[place] if self.slack_bytes else 0)
 
 
 class Destination(Enum):

@@ -10,8 +10,10 @@ projected from its plan: `koila.planning.peak`.)
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -27,14 +29,13 @@ from koila.ir.node import HOOKS, Node, Value
 from koila.ir.numbers import num_input_numbers, numbers_of, structure_of
 from koila.ir.replay import Lookup, replay
 from koila.ir.stand_ins import StandIns
+from koila.planning.devices import current_rules, planning_for
 from koila.planning.peak import Projection
 from koila.planning.stories import Stories, Story
 from koila.planning.tracker import FakeTracker
 
-OBJECT_BYTES = 384
-"""What Python and PyTorch allocate for a tensor beside its storage, as the malloc hook sees it."""
-AUTOGRAD_BYTES = 8 * OBJECT_BYTES
-"""The same for a recorded call, its gradient, and what autograd keeps for them."""
+VALUES_PER_CALL = 8
+"""So many values stand for a recorded call, its gradient, and what autograd keeps for them."""
 
 
 def drawn_bytes(graph: Graph) -> int:
@@ -54,7 +55,9 @@ def whole_peak(job: Job) -> Projection:
     """The peak of an unsplit run of a job."""
     graph, roots = job.whole_graph, _roots(job)
     places = tuple(graph.outputs.index(root) for root in roots)
-    found = _projections.get_or_add((graph.key, places), lambda: _project(graph, roots, places))
+    with planning_for(str(job.device)):
+        key = (current_rules(), graph.key, places)
+        found = _projections.get_or_add(key, lambda: _project(graph, roots, (current_rules(), places)))
     held, backward = job.history
     gradients = leaf_bytes(leaf for leaf in graph.leaves if leaf.requires_grad) if roots else 0
     peak = held + max(found.peak_bytes, gradients + backward if backward else 0) + job.copied_bytes
@@ -84,7 +87,7 @@ def _project(graph: Graph, roots: Sequence[Value], key: Hashable) -> Projection:
         events.count(f"projection::bounded::{type(error).__name__}", site=graph.nodes[-1].site)
         return _bound(graph, roots, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     found, position = story.peak
-    peak = found + drawn_bytes(graph) + AUTOGRAD_BYTES * len(graph.nodes) + _hooked_bytes(graph)
+    peak = found + drawn_bytes(graph) + _beside_bytes(graph) + _slack_bytes(story) + _hooked_bytes(graph)
     text, largest = story.operators[position] if story.operators else "", story.largest_at(position)
     if largest is None:
         return Projection(peak, text, story=weakref.ref(story))
@@ -117,8 +120,28 @@ def _bound(graph: Graph, roots: Sequence[Value], reason: str) -> Projection:
     """Everything that the calls make, and as much again for a backward pass: more than a run needs, but no proof."""
     made = sum(output.prepass.num_bytes for node in graph.nodes for output in node.inference.outputs)
     gradients = leaf_bytes(leaf for leaf in graph.leaves if leaf.requires_grad) if roots else 0
-    peak = made * (3 if roots else 1) + gradients + drawn_bytes(graph) + AUTOGRAD_BYTES * len(graph.nodes)
+    peak = made * (3 if roots else 1) + gradients + drawn_bytes(graph) + _beside_bytes(graph)
     return Projection(peak, f"all that it makes: it cannot be projected ({reason})")
+
+
+def _beside_bytes(graph: Graph) -> int:
+    """What tensors take beside their elements, and libraries for themselves."""
+    rules = current_rules()
+    return VALUES_PER_CALL * rules.value_bytes * len(graph.nodes) + rules.library_bytes
+
+
+def _slack_bytes(story: Story) -> int:
+    """By how much the blocks of all storages that are alive at one time may be larger, at the most."""
+    rules = current_rules()
+    if not rules.unsplit_bytes:
+        return 0
+    changes: Counter[int] = Counter()
+    for life in story.lives:
+        slack = rules.slack_bytes(life.birth.num_bytes)
+        changes[life.born] += slack
+        if life.died is not None:
+            changes[life.died] -= slack
+    return max(accumulate(change for _, change in sorted(changes.items())), default=0)
 
 
 def _hooked_bytes(graph: Graph) -> int:

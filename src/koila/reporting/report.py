@@ -250,6 +250,8 @@ class Measure:
 def measure() -> Iterator[Measure]:
     """A scope in which the memory of every run is measured; it makes runs slower.
 
+    On an accelerator its own counter is asked, whose peak then begins anew with each run.
+
     Yields:
         A `Measure`: `reports` of the runs so far, `peak_bytes` of all of them.
 

@@ -2,7 +2,7 @@
 
 The calls are those that torch's `op_db` makes, forward and backward, and the hand-written ones of `extras`. The default
 run takes a fixed share of them; `KOILA_FULL=1` takes all. A recurrent layer and its backward are proved together, in
-`test_recurrent`.
+`test_recurrent`, and operators that only accelerators have in `tests/accelerator/test_operators.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch._ops import OpOverload
 
-from koila.analysis.rules import LINEAR, RULES, recurrent, rule_for
+from koila.analysis.rules import LINEAR, RULES, devices, recurrent, rule_for
 from koila.analysis.types import Merged
 from tests.unit.analysis.extras import extras
 from tests.unit.analysis.harness import Recorded, prove
@@ -67,7 +67,10 @@ def proven(cases: list[tuple[Recorded, Hypothesis]]) -> int:
     return int(any(prove(call, types, batch) is not None for call, (types, batch) in cases))
 
 
-@pytest.mark.parametrize("target", [target for target in RULES if target not in recurrent.ROWS], ids=str)
+ELSEWHERE = {**recurrent.ROWS, **devices.ROWS}
+
+
+@pytest.mark.parametrize("target", [target for target in RULES if target not in ELSEWHERE], ids=str)
 def test_row(target: OpOverload, calls: Calls) -> None:
     cases = [(call, hypothesis) for call in calls.get(target, ()) for hypothesis in hypotheses(call)]
     assert cases, f"no sample reaches {target}"

@@ -32,6 +32,14 @@ _BORROWED = (
 )
 """Torch's own decompositions that are pointwise operators and one reduction."""
 
+_NORMS_OF_DEVICES: dict[OpOverload, Callable[..., Any]] = {
+    aten.cudnn_batch_norm.default: batch_norm.cudnn_batch_norm,
+    aten.cudnn_batch_norm_backward.default: batch_norm.cudnn_batch_norm_backward,
+    aten.miopen_batch_norm.default: batch_norm.miopen_batch_norm,
+    aten.miopen_batch_norm_backward.default: batch_norm.cudnn_batch_norm_backward,
+}
+"""They have no form that says what it writes, so that they are taken apart also where nothing is cut."""
+
 _OWN: dict[OpOverload, Callable[..., Any]] = {
     aten.zeros_like.default: factories.filled_like(0),
     aten.ones_like.default: factories.filled_like(1),
@@ -59,6 +67,7 @@ _OWN: dict[OpOverload, Callable[..., Any]] = {
     aten._batch_norm_with_update.default: batch_norm.batch_norm_with_update,
     aten._batch_norm_with_update_functional.default: batch_norm.batch_norm_with_update_functional,
     aten.batch_norm_backward.default: batch_norm.batch_norm_backward,
+    **_NORMS_OF_DEVICES,
 }
 
 
@@ -76,5 +85,5 @@ def decompositions(whole_norms: bool = False) -> dict[OpOverload, Callable[..., 
     table = {**_borrowed(), **_OWN}
     if whole_norms:
         table = {target: function for target, function in table.items() if "batch_norm" not in str(target)}
-        table[aten.native_batch_norm.default] = batch_norm.whole_batch_norm
+        table |= {aten.native_batch_norm.default: batch_norm.whole_batch_norm, **_NORMS_OF_DEVICES}
     return table

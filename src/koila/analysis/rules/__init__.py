@@ -15,6 +15,7 @@ from koila.analysis.chunk_rule import Call, ChunkRule, Operand, Rule
 from koila.analysis.rules import (
     attention,
     conv,
+    devices,
     index,
     linalg,
     loss,
@@ -45,6 +46,7 @@ FAMILIES: dict[str, dict[Any, Rule]] = {
     "softmax": softmax.ROWS,
     "linalg": linalg.ROWS,
     "recurrent": recurrent.ROWS,
+    "devices": devices.ROWS,
 }
 
 RULES: dict[OpOverload | OpOverloadPacket, Rule] = {

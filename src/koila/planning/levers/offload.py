@@ -9,14 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from koila.planning.rates import CALL, FRESH, copy_seconds, fresh_bytes
+from koila.planning.devices import current_rules
+from koila.planning.rates import FRESH, copy_seconds, fresh_bytes
 from koila.planning.step import Kind, Step, Work
 
 if TYPE_CHECKING:
     from koila.planning.plan import Plan
-
-_BYTES_PER_SECOND = 1e9
-"""To the file, and back."""
 
 
 def can_offload(step: Step) -> bool:
@@ -26,7 +24,8 @@ def can_offload(step: Step) -> bool:
 
 def offload_seconds(num_bytes: int) -> float:
     """What it costs to offload so many bytes and to fetch them again."""
-    return 2 * num_bytes / _BYTES_PER_SECOND + 10 * CALL
+    rules = current_rules()
+    return 2 * num_bytes / rules.offload_rate + 10 * rules.call_seconds
 
 
 def offload_step(number: int, step: Step, value: int, num_bytes: int) -> Step:
@@ -43,11 +42,13 @@ def fetch_step(number: int, step: Step, handle: int, num_bytes: int) -> Step:
     fresh = fresh_bytes(num_bytes)
     work: Work | None = None if step.work is None else step.work.fetched()
     return Step(
-        number, (handle,), (num_bytes,), seconds=copy_seconds(num_bytes) + fresh / FRESH, fresh_bytes=fresh,
-        makes_memory=False, holds_operands=True, kind=Kind.FETCH, work=work,
+        number, (handle,), (num_bytes,), (current_rules().slack_bytes(num_bytes),), fresh_bytes=fresh,
+        seconds=copy_seconds(num_bytes) + fresh / FRESH, makes_memory=False, holds_operands=True, kind=Kind.FETCH,
+        work=work,
     )  # fmt: skip
 
 
 def keep_in_files(plan: Plan) -> Plan:
-    """The plan with everything that is kept between phases in files."""
-    return replace(plan, offloaded=frozenset(item for phase in plan.phases for item in phase.kept))
+    """The plan with everything that is kept between phases in files, or on the host."""
+    kept = frozenset(item for phase in plan.phases for item in phase.kept)
+    return replace(plan, offloaded=kept, fetches=current_rules().type != "cpu")

@@ -26,6 +26,7 @@ from koila.analysis.trace import Input, Joint, Traced
 from koila.analysis.types import Sliced
 from koila.planning.catalogue import is_plain_sum
 from koila.planning.cost import VIEW_SECONDS
+from koila.planning.devices import current_rules
 from koila.planning.effort import Exhausted, spend
 from koila.planning.forms import forms_of
 from koila.planning.levers.growth import CannotGrow, Drawing, Growth, hand_on, largest_bytes
@@ -185,9 +186,11 @@ class _Placing:
         making, sub_plan = self.making, self.sub_plan
         operands = tuple(making.drawing.value[node] for node in making.inputs)
         operation = Operation(sub_plan, tuple(Ref(position) for position in range(len(operands))), {})
-        sizes = (0 if form is None else self._bytes(node) for node, form in zip(making.outputs, forms, strict=True))
+        pairs = zip(making.outputs, forms, strict=True)
+        sizes = tuple(0 if form is None else self._bytes(node) for node, form in pairs)
+        slack = tuple(map(current_rules().slack_bytes, sizes))
         return Step(
-            number, operands, tuple(sizes), inside_bytes=sub_plan.transient_bytes, seconds=sub_plan.seconds,
+            number, operands, sizes, slack_bytes=slack, inside_bytes=sub_plan.transient_bytes, seconds=sub_plan.seconds,
             makes_memory=False, holds_operands=True, fills_storage=False, kind=Kind.SUB_PLAN,
             sinks=tuple(index for _, index in sub_plan.into), work=OperatorWork(operation, tuple(forms)),
         )  # fmt: skip

@@ -17,7 +17,9 @@ import torch
 from koila._torch import OpOverload
 from koila.ir.schema import given_arguments, named_arguments
 from koila.ir.tree import leaves
+from koila.planning.devices import current_rules
 from koila.planning.workspace import (
+    accelerators,
     attention,
     convolutions,
     images,
@@ -30,6 +32,7 @@ from koila.planning.workspace import (
     reductions,
     transforms,
 )
+from koila.planning.workspace.accelerators import kernel_bytes
 from koila.planning.workspace.forms import Form, form_of
 from koila.planning.workspace.kernel_call import HALF, Formula, KernelCall, num_bytes
 from koila.planning.workspace.onednn_convolutions import PRIMITIVE_BYTES
@@ -77,6 +80,8 @@ def workspace_bytes(
     >>> workspace_bytes(torch.ops.aten.mm.default, (a, b), a @ b) == a.numel() * 4
     True
     """
+    if not current_rules().runs_cpu_kernels:
+        return kernel_bytes(target, args, result)
     form, formula = _row(target)
     copied = _new_bytes(result) if form.copies else 0
     if formula is None or (formula is pointwise.casts and _has_one_type((*args, result), kwargs)):
@@ -86,6 +91,8 @@ def workspace_bytes(
 
 def may_allocate(target: OpOverload, args: Sequence[Any], result: Any, kwargs: Mapping[str, Any] | None = None) -> bool:
     """Whether an operator may allocate anything beyond its results, with operands of these types at any sizes."""
+    if not current_rules().runs_cpu_kernels:
+        return target in accelerators.TABLE
     form, formula = _row(target)
     is_plain = formula is None or (formula is pointwise.casts and _has_one_type((*args, result), kwargs))
     return form.copies or not is_plain
@@ -102,6 +109,8 @@ def retained_bytes(
 
     Reduced losses keep the storage of the unreduced ones, and fake RNN layers have no workspace for the backward.
     """
+    if not current_rules().runs_cpu_kernels:
+        return 0
     formula = _RETAINED.get(target)
     return 0 if formula is None else int(formula(_kernel_call(target, args, result, kwargs, processor)))
 

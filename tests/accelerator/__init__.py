@@ -1,0 +1,1 @@
+"""Tests on a simulated accelerator; see README.md."""
