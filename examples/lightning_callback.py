@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import koila
 
-BUDGET = "56KiB"
+BUDGET = "52KiB"
 
 
 class Classifier(lightning.LightningModule):
