@@ -3,8 +3,9 @@
 *Takes* a `ConvolutionShape`. *Gives* the most bytes that are alive, results included, while each of three things is
 computed: the output, the gradient of the input, the gradient of the weight.
 
-Measured with AVX2, at 1 to 8 threads, are all numbers but those of `_reserve`, which says what the sources of oneDNN
-3.12 allow beside them on other processors: other kernels are chosen there, whose buffers are bounded one by one.
+Measured are all numbers with AVX2, at 1 to 8 threads, and those of float32 with AVX-512 at one thread. For everything
+else `_reserve` says what the sources of oneDNN 3.12 allow beside: other kernels are chosen there, whose buffers are
+bounded one by one.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def source_peak(shape: ConvolutionShape) -> int:
 
 def weight_peak(shape: ConvolutionShape) -> int:
     """While the gradient of the weight is computed: from the unfolded image, or in blocks."""
-    if shape.processor.isa is not Isa.AVX2:  # Which of the two is known for AVX2.
+    if not _is_measured(shape):  # Which of the two is not known.
         peak = max(_unfolded_peak(shape), _blocked_peak(shape))
     else:
         peak = _unfolded_peak(shape) if _unfolds(shape) else _blocked_peak(shape)
@@ -66,7 +67,8 @@ def weight_peak(shape: ConvolutionShape) -> int:
 
 def _unfolded_peak(shape: ConvolutionShape) -> int:
     weight = num_bytes(shape.weight)
-    return weight + max(_unfolded(shape), shape.blocked_weight(is_flat=shape.is_flat))
+    copied = num_bytes(shape.source) if shape.processor.isa is Isa.AVX512 and not shape.is_depthwise else 0
+    return weight + copied + max(_unfolded(shape), shape.blocked_weight(is_flat=shape.is_flat))
 
 
 def _blocked_peak(shape: ConvolutionShape) -> int:
@@ -99,6 +101,8 @@ def _unfolds(shape: ConvolutionShape) -> bool:
     group, outputs = shape.channels // shape.groups, shape.output.shape[1]
     sides = zip(shape.padding, shape.kernel, strict=True)
     far = shape.is_depthwise and any(padding > side // 2 for padding, side in sides)
+    if shape.processor.isa is Isa.AVX512 and _is_measured(shape):
+        return max(shape.kernel) >= 14 or far
     uneven = shape.groups > 1 and not (shape.is_depthwise and outputs == shape.channels)
     odd = uneven and any(size % shape.processor.channel_block for size in (group, outputs // shape.groups))
     deep = len(shape.kernel) == 3 and prod(shape.kernel) > 1
@@ -122,16 +126,23 @@ def _num_unfolding_threads(shape: ConvolutionShape) -> int:
     return shape.num_threads if is_shared else 1
 
 
+def _is_measured(shape: ConvolutionShape) -> bool:
+    """Whether the malloc hook has seen these kernels."""
+    processor = shape.processor
+    is_known = processor.isa is Isa.AVX2 or (processor.isa is Isa.AVX512 and processor.num_threads == 1)
+    return is_known and shape.source.dtype not in processor.native
+
+
 def _reserve(shape: ConvolutionShape) -> int:
-    """What kernels of other processors may need beside: by reading.
+    """What kernels that were not measured may need beside: by reading.
 
     Below AVX2, gradients are made from the unfolded image, by each thread for itself. With AVX-512, weights are blocked
     by up to 64 outputs and 32 inputs, each thread may sum a gradient of the weight in float32 of its own, and gathers
     samples with their borders; images with few channels are copied although they are read as they are with AVX2.
     """
-    processor = shape.processor
-    if processor.isa is Isa.AVX2 and shape.source.dtype not in processor.native:
+    if _is_measured(shape):
         return 0
+    processor = shape.processor
     sample = num_bytes(shape.source) // max(1, shape.num_samples)
     if processor.isa is Isa.SSE41:
         each = shape.columns + sample + 4 * num_bytes(shape.weight)
