@@ -206,8 +206,9 @@ class CompiledProgram:
 def compile_program(value: Any, inputs: Sequence[LazyTensor] | None = None) -> CompiledProgram:
     """Make a function of the pending program behind a value: inputs in, results out, as often as wanted.
 
-    Parameters and other real tensors are read as they are at each call. Python code is not run again: what it decided
-    while the program was recorded stays so.
+    Parameters and other real tensors are read as they are at each call, and running statistics are updated. Python code
+    is not run again: what it decided while the program was recorded stays so, and what it did to real tensors beside
+    the program (BatchNorm counts its batches) is not done again.
 
     Args:
         value: A lazy tensor, or a structure of them; it stays pending.

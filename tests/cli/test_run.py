@@ -115,6 +115,27 @@ def test_tensors_inside_of_an_unknown_class_are_lazy_where_a_module_gets_them(
     assert "not lazy: a Batch in the batches of the DataLoader" in said and "lazy: what is passed to Linear" in said
 
 
+def test_batches_of_dataclasses_named_tuples_and_mappings(script: Write) -> None:
+    path = script("""
+        import torch
+        from collections import UserDict, namedtuple
+        from dataclasses import dataclass
+        from torch.utils.data import DataLoader
+        @dataclass(slots=True)
+        class Batch:
+            x: torch.Tensor
+            name: str
+        Pair = namedtuple("Pair", "x y")
+        kinds = []
+        for make in (lambda x: Batch(x, "one"), lambda x: Pair(x, x), lambda x: UserDict(x=x), lambda x: {"x": [x]}):
+            for batch in DataLoader([torch.ones(3)] * 2, batch_size=2, collate_fn=lambda rows: make(torch.stack(rows))):
+                x = batch["x"] if hasattr(batch, "keys") else batch.x
+                kinds.append((type(batch).__name__, type(x[0]).__name__))
+    """)
+    kinds = globals_after(["run", "--quiet", path])["kinds"]
+    assert kinds == [(name, "LazyTensor") for name in ("Batch", "Pair", "UserDict", "dict")]
+
+
 def test_quiet_says_nothing(script: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--quiet", script(TRAIN)]) == exits.OK
     assert capsys.readouterr().err == ""

@@ -238,9 +238,9 @@ def detach_without_its_name() -> None:
 
 
 @says(koila.CaptureError, """
-    a range of the batch was asked for, and [] carries no batch
+    a range of the batch was asked for, and no batch is known in []
       at: HERE
-      try: value.run()""")  # fmt: skip
+      try: value.run(), and slice what it gives; a value that was …""")  # fmt: skip
 def range_of_a_scalar() -> None:
     koila.lazy(torch.ones(4)).sum().run((0, 2))  # here
 

@@ -191,7 +191,10 @@ class LazyTensor(torch.Tensor):
         """A range of the batch, as one more recorded call."""
         batch = self.batch
         if batch is None:
-            refuse(f"a range of the batch was asked for, and {list(self.shape)} carries no batch", "value.run()")
+            refuse(
+                f"a range of the batch was asked for, and no batch is known in {list(self.shape)}",
+                "value.run(), and slice what it gives; a value that was computed whole does not tell its batch",
+            )
         if not (isinstance(partial, tuple) and len(partial) == 2 and all(type(each) is int for each in partial)):
             refuse(f"a range of the batch is (low, high), got {partial!r}", "value.run((0, 2)), value.run(detach=True)")
         low, high = partial

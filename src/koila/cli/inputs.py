@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -131,8 +132,8 @@ def _members(leaf: Any) -> dict[str, Any] | None:
     """What a dataclass or a mapping class holds; None for a leaf that is one."""
     if isinstance(leaf, (torch.Tensor, type)):
         return None
-    if hasattr(leaf, "__dataclass_fields__"):
-        return dict(vars(leaf))
+    if is_dataclass(leaf):
+        return {field.name: getattr(leaf, field.name) for field in fields(leaf)}
     data = getattr(leaf, "data", None)
     return data if isinstance(data, dict) and hasattr(leaf, "keys") else None
 
