@@ -291,7 +291,7 @@ def plan(value: Any, *, backward: bool = False, budget: object = None, total: ob
         chunk_size: As in `koila.explain`.
         offload: As in `koila.explain`.
         total: What the run may allocate and what is alive on the device, together; all of it on one that is not here.
-        device: The device to plan for; it need not be here. Workspaces are those of the CPU's kernels.
+        device: The device to plan for, by its own memory rules; it need not be here.
 
     Returns:
         A `PlannedRun`: print it, compare it, turn it into JSON.

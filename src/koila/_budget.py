@@ -245,9 +245,6 @@ def budget(
         tune: Whether measuring may change later plans: a peak that `koila.measure` finds above the projection makes the
             next plan of the same program smaller.
 
-    Returns:
-        The scope, which gives the `Budget`.
-
     Raises:
         BudgetError: A budget that is not one.
 
