@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from koila.reporting.report import reports
+
 Write = Callable[[str], str]
 
 
 @pytest.fixture(autouse=True)
 def own_process() -> Iterator[None]:
     main, argv, path = sys.modules["__main__"], sys.argv, list(sys.path)
+    reports.all.clear()  # A command tells of all runs of its process.
     yield
     sys.modules["__main__"], sys.argv, sys.path[:] = main, argv, path
 
