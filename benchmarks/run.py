@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 import koila
-from benchmarks import memory, scale
+from benchmarks import memory, record, scale
 from koila.planning.tracker import StorageTracker
 from tests.models import Task, gradient_bytes, language, vision
 
@@ -103,6 +103,7 @@ def measure_chunks(arguments: list[str]) -> None:
 MEASUREMENTS: dict[str, Callable[[list[str]], None]] = {
     "chunks": measure_chunks,
     "memory": memory.main,
+    "record": record.main,
     "scale": scale.main,
 }
 

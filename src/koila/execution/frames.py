@@ -24,9 +24,14 @@ def few_frames() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if os.environ.get(VARIABLE) != "full":
-            error.__traceback__ = trimmed(error.__traceback__)
+        shorten(error)
         raise
+
+
+def shorten(error: Exception) -> None:
+    """Let an error leave with few frames."""
+    if os.environ.get(VARIABLE) != "full":
+        error.__traceback__ = trimmed(error.__traceback__)
 
 
 def trimmed(traceback: TracebackType | None) -> TracebackType | None:

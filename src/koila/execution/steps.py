@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from koila import events
@@ -54,7 +54,7 @@ class Step:
 
 class _Last(threading.local):
     def __init__(self) -> None:
-        self.values: weakref.WeakSet[Value] = weakref.WeakSet()
+        self.values: list[weakref.ref[Value]] = []
         """The values that the last step of this thread bound."""
 
 
@@ -63,24 +63,32 @@ _steps = Scopes[Step]("steps")
 _measures = Scopes[Any]("measures")
 
 
-@contextmanager
-def step() -> Iterator[Step]:
+class step:
     """A scope for one step; a step within a step (a hook that forces a value) is part of it."""
-    outer = _steps.innermost
-    if outer is not None:
-        yield outer
-        return
-    scopes, found = _measures.all, Step()
-    tracker = WorkspaceTracker() if scopes else None
-    try:
-        with _steps.inside(found), tracker or nullcontext():
-            yield found
-    finally:
-        if not found.is_empty:
-            events.spend("run_seconds", time.perf_counter() - found.started)
-            measured = None if tracker is None else tracker.peak_bytes
-            _learn(found, measured)
-            events.emit(found.end(measured, scopes))
+
+    def __enter__(self) -> Step:
+        self._outer = _steps.innermost
+        if self._outer is not None:
+            return self._outer
+        self._scopes = _measures.all
+        self._step = Step()
+        self._tracker = WorkspaceTracker() if self._scopes else None
+        _steps.enter(self._step)
+        if self._tracker is not None:
+            self._tracker.__enter__()
+        return self._step
+
+    def __exit__(self, *error: Any) -> None:
+        if self._outer is not None:
+            return
+        if self._tracker is not None:
+            self._tracker.__exit__(*error)
+        _steps.leave()
+        if not self._step.is_empty:
+            events.spend("run_seconds", time.perf_counter() - self._step.started)
+            measured = None if self._tracker is None else self._tracker.peak_bytes
+            _learn(self._step, measured)
+            events.emit(self._step.end(measured, self._scopes))
 
 
 def memory_ran_out() -> None:
@@ -99,12 +107,13 @@ def measuring(scope: Any) -> Iterator[None]:
 
 def remember(values: Iterable[Value]) -> None:
     """These values were bound by the step that goes on."""
-    _last.values = weakref.WeakSet(values)
+    _last.values = [weakref.ref(value) for value in values]
 
 
 def was_bound_last(values: Iterable[Value]) -> bool:
     """Whether one of the values was bound by the step before."""
-    return bool(_last.values) and any(value in _last.values for value in values)
+    bound = {value for reference in _last.values if (value := reference()) is not None}
+    return bool(bound) and any(value in bound for value in values)
 
 
 def _learn(step: Step, measured_bytes: int | None) -> None:

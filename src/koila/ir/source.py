@@ -12,7 +12,8 @@ from types import CodeType
 import torch
 
 _INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_internal_code: dict[CodeType, bool] = {}
+internal_codes: dict[CodeType, bool] = {}
+"""Whether code that was seen belongs to torch or koila; see `is_internal`."""
 MAX_CODES = 10_000
 """How many code objects are remembered, so that generated code does not stay alive for good."""
 
@@ -55,18 +56,19 @@ class Site:
         return hash((id(self._code), self._offset))
 
 
-def _is_internal(code: CodeType) -> bool:
-    known = _internal_code.get(code)
+def is_internal(code: CodeType) -> bool:
+    """Whether code belongs to torch or koila, or was generated."""
+    known = internal_codes.get(code)
     if known is None:
-        if len(_internal_code) >= MAX_CODES:
-            _internal_code.clear()
-        known = _internal_code[code] = code.co_filename.startswith((*_INTERNAL, "<"))
+        if len(internal_codes) >= MAX_CODES:
+            internal_codes.clear()
+        known = internal_codes[code] = code.co_filename.startswith((*_INTERNAL, "<"))
     return known
 
 
 def user_site() -> Site:
     """The innermost frame outside torch and koila."""
     frame = sys._getframe(1)
-    while _internal_code.get(frame.f_code, True) and _is_internal(frame.f_code) and frame.f_back is not None:
+    while internal_codes.get(frame.f_code, True) and is_internal(frame.f_code) and frame.f_back is not None:
         frame = frame.f_back
     return Site(frame.f_code, frame.f_lasti)
