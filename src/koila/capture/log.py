@@ -91,8 +91,11 @@ class Log:
         """Whether the entries are the whole program on the way through the trie, and nothing else is pending."""
         if self.trie.current is None or len(self.entries) != self.trie.current.depth or not self.entries:
             return False
-        others = (node for reference in self.tape if (node := reference()) is not None)
-        return all(node.done or node.failed for node in others) and not any(node.due for node in self.effects)
+        return not (self.tape or self.effects) or self._is_nothing_else_pending()
+
+    def _is_nothing_else_pending(self) -> bool:
+        nodes = (node for reference in self.tape if (node := reference()) is not None)
+        return all(node.done or node.failed for node in nodes) and not any(node.due for node in self.effects)
 
     def take(self) -> None:
         """The entries have run, or have nodes."""
@@ -159,17 +162,14 @@ class Log:
         self.tape[:] = [reference for reference in self.tape if reference() not in gone]
         self.effects[:] = [node for node in self.effects if node not in gone]
 
-    def holds_without_grad(self) -> bool:
-        """Whether somebody may hold a result of an entry that does not require grad."""
-        if self.writes:
-            return bool(self.entries)
-        captures = None
-        for entry in self.entries:
-            if not all(wrapper._prepass.requires_grad for wrapper in entry.results):
-                captures = captures or _num_captures(self.entries)
-                if _is_any_held(entry, captures):
-                    return True
-        return False
+    @property
+    def is_history(self) -> bool:
+        """Whether all entries lead to results that somebody holds and that require grad."""
+        if self.writes or len(_needed(self.entries)) < len(self.entries):
+            return False
+        captures = _num_captures(self.entries)
+        without = (entry for entry in self.entries if not all(made._prepass.requires_grad for made in entry.results))
+        return not any(_is_any_held(entry, captures) for entry in without)
 
     # Nodes.
 
@@ -260,8 +260,12 @@ def _needed(entries: list[Entry]) -> set[int]:
     return found
 
 
-_OWN_REFERENCES = 3
-"""Of a result: its entry, a variable, and the argument of `getrefcount`."""
+def _count_own_references() -> int:
+    return next(getrefcount(thing) for thing in (object(),))
+
+
+_OWN_REFERENCES = _count_own_references()
+"""How often a result is referred to that nobody holds: by its entry, a variable, and the argument of `getrefcount`."""
 
 
 def _num_captures(entries: Sequence[Entry]) -> dict[int, int]:

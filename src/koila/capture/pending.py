@@ -169,8 +169,10 @@ class Recorder:
                 node.left_behind = True
 
     def held_without_grad(self) -> list[Value]:
-        """Those of `held` that do not require grad; no node is made if there are none."""
-        log = self.place.log if not self.place.log.holds_without_grad() else self.log
+        """Those of `held` that do not require grad; nothing is done for calls that lead to others only."""
+        log = self.place.log
+        if log.entries and not log.is_history:
+            log.flush()
         nodes = (node for reference in log.tape if (node := reference()) is not None)
         return [value for node in nodes for value in node.waiting() if not value.requires_grad]
 

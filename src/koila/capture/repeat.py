@@ -22,7 +22,7 @@ from koila.capture.pending import recorder
 from koila.capture.template import Template
 from koila.ir.ambient import current_context
 from koila.ir.draws import draw
-from koila.ir.source import internal_codes, is_internal
+from koila.ir.source import user_frame
 from koila.ir.tree import rebuild
 from koila.ir.trie import TrieNode
 
@@ -70,9 +70,7 @@ def _append(log: Log, node: TrieNode, template: Template, captured: tuple[Any, .
         wrapper._log, wrapper._name, wrapper._prepass = log, name, prepass
         name += 1
         results.append(wrapper)
-    frame = _getframe(3)
-    while internal_codes.get(frame.f_code, True) and is_internal(frame.f_code) and frame.f_back is not None:
-        frame = frame.f_back
+    frame = user_frame(_getframe(3))
     entry = Entry(template, captured, tuple(results), draws, next(moments), frame.f_code, frame.f_lasti)
     # An interrupt between two of these lines leaves a number without a call, or a call that nobody can ask for.
     log.count += len(results)

@@ -118,7 +118,7 @@ def template_for(
     """
     try:
         _check(scan, inference)
-        pattern = _Pattern(func, scan, epoch)
+        pattern = _Pattern(func, scan, epoch, _same_as(inference))
         outputs, kind, returned = _results(inference, pattern)
     except _NoTemplate:
         return None
@@ -147,15 +147,17 @@ def _check(scan: Scan, inference: Inference) -> None:
         raise _NoTemplate
 
 
+def _same_as(inference: Inference) -> int | None:
+    """The operand that a call returns itself, if it is the only result."""
+    return inference.structure.same_as if type(inference.structure) is Output else None
+
+
 def _results(inference: Inference, pattern: _Pattern) -> tuple[tuple[Output, ...], type | None, int]:
     structure = inference.structure
     if type(structure) is Output:
         if structure.same_as is None:
             return (structure,), None, -1
-        kind, place = pattern.operands[structure.same_as]
-        if kind != PENDING:
-            raise _NoTemplate
-        return (), None, place
+        return (), None, pattern.returned
     if not isinstance(structure, (list, tuple)) or tuple(structure) != inference.outputs:
         raise _NoTemplate
     if any(output.same_as is not None for output in inference.outputs):
@@ -190,11 +192,14 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 class _Pattern:
     """The arguments of a call, written as code that recognises them."""
 
-    def __init__(self, func: Any, scan: Scan, epoch: int) -> None:
+    def __init__(self, func: Any, scan: Scan, epoch: int, same_as: int | None) -> None:
         self._slotted = slotted_by(func)
         self._varies = scan.varies
         self._scan, self._epoch = scan, epoch
         self._operands = iter(scan.operands)
+        self._same_as = same_as
+        self.returned = -1
+        """Where the operand that the call returns itself is among what is captured; -1 if there is none."""
         self._lines: list[str] = []
         self._captured: list[str] = []
         self._names: list[tuple[int, str]] = []
@@ -315,8 +320,15 @@ class _Pattern:
             run, kind, position = f"g[{place + 1}]", BOUND, -1
         self.operands.append((kind, place))
         self.positions.append(position)
+        if index == self._same_as:
+            self.returned = self._returned(kind, place, name)
         self._names.append((kind, name if kind != BOUND else f"v{place}"))
         return f"v[{index}]", run
+
+    def _returned(self, kind: int, place: int, name: str) -> int:
+        if kind == REAL:
+            raise _NoTemplate
+        return place if kind == PENDING else self._capture(name)
 
     def _position(self, value: Value) -> int:
         if value.position[0] != self._epoch:

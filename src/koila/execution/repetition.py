@@ -15,7 +15,7 @@ import torch
 from koila import events
 from koila.capture.log import Entry, Log
 from koila.capture.lookup import BackwardRequest
-from koila.capture.template import PENDING
+from koila.capture.template import PENDING, Template
 from koila.execution.commit import Binding, commit, is_from_user, restored_on_error
 from koila.execution.prepared import PreparedRun, Question
 from koila.execution.steps import remember
@@ -80,10 +80,10 @@ class Repetition:
     def _bind(self, number: int, real: torch.Tensor) -> Value:
         _, wrapper, output = self._result(number)
         value = Value(wrapper._prepass, self._storage(number), None, 0)
-        value.real, value.budget, value.is_view = real, self._given, output.is_view
+        value.real, value.budget = real, self._given
         value.is_base = output.shares is None and output.shares_output is None
         if not value.is_base:
-            value.family = self._family(number)
+            value.is_view, value.family = output.is_view, self._family(number)
         value.holders = (weakref.ref(wrapper),)
         wrapper._held = value
         return value
@@ -168,7 +168,7 @@ def _make_calls(run: PreparedRun, entries: Sequence[Entry]) -> tuple[list[Any], 
     for call in run.calls:
         entry = entries[call.entry]
         try:
-            _make_call(entry, tensors)
+            result = _make_call(entry.template, entry, tensors)
         except Exception as error:
             name, site = function_name(entry.template.func), Site(entry.code, entry.offset)
             if call.entry in run.required or is_out_of_memory(error):
@@ -177,19 +177,23 @@ def _make_calls(run: PreparedRun, entries: Sequence[Entry]) -> tuple[list[Any], 
             failed.add(call.entry)
             # Whoever asks for its value will see the error (Rule 6: until then it is counted).
             events.count(f"pending::failed::{type(error).__name__.lstrip('_')}", site=site)
+        else:
+            _assign(entry.template, result, tensors)
+            del result
         for number in call.dying:
             tensors[number] = None
     return tensors, failed
 
 
-def _make_call(entry: Entry, tensors: list[Any]) -> None:
-    template = entry.template
-    arguments = (template.func, template.constants, template.positions, entry.captured, tensors)
-    if entry.draws:
-        with Supply([draw.whole() for draw in entry.draws]):
-            result = template.call(*arguments)
-    else:
-        result = template.call(*arguments)
+def _make_call(template: Template, entry: Entry, tensors: list[Any]) -> Any:
+    if not entry.draws:
+        return template.call(template.func, template.constants, template.positions, entry.captured, tensors)
+    with Supply([draw.whole() for draw in entry.draws]):
+        return template.call(template.func, template.constants, template.positions, entry.captured, tensors)
+
+
+def _assign(template: Template, result: Any, tensors: list[Any]) -> None:
+    """Put a call's results under their numbers; an operand that it returns itself has one already."""
     if template.kind is not None:
         found = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
         tensors[template.first : template.first + len(found)] = found

@@ -24,31 +24,32 @@ from koila.planning.tracker import WorkspaceTracker
 class Step:
     """One step on its way."""
 
+    decision: Decision | None = None
+    phase_seconds: tuple[float, ...] = ()
+    num_failures = 0
+    """How often memory ran out."""
+    fallbacks: tuple[str, ...] = ()
+    num_calls = 0
+    continues = follows = False
+    is_empty = True
+    """Whether nothing ran."""
+
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.traced, self.planned = events.spent_seconds("trace_seconds"), events.spent_seconds("plan_seconds")
-        self.decision: Decision | None = None
-        self.phase_seconds: tuple[float, ...] = ()
-        self.num_failures = 0
-        """How often memory ran out."""
-        self.fallbacks: list[str] = []
-        self.num_calls = 0
-        self.continues = self.follows = False
-        self.is_empty = True
-        """Whether nothing ran."""
 
     def tries(self, decision: Decision) -> None:
         """A decision is tried."""
         self.decision, self.is_empty = decision, False
         if decision.fallback is not None:
-            self.fallbacks.append(decision.fallback)
+            self.fallbacks = (*self.fallbacks, decision.fallback)
 
     def end(self, measured_bytes: int | None, scopes: tuple[Any, ...]) -> events.StepEnd:
         """What was noted."""
         return events.StepEnd(
             self.decision, time.perf_counter() - self.started, events.spent_seconds("trace_seconds") - self.traced,
             events.spent_seconds("plan_seconds") - self.planned, self.phase_seconds, measured_bytes,
-            self.num_failures, tuple(self.fallbacks), self.num_calls, self.continues, self.follows, scopes,
+            self.num_failures, self.fallbacks, self.num_calls, self.continues, self.follows, scopes,
         )  # fmt: skip
 
 

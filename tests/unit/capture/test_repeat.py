@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -535,3 +536,23 @@ def test_clearing_caches_in_the_middle_of_a_program() -> None:
     assert torch.equal(torch.tanh(h).sum(1).run(), forward(X))
     learned(run_forward)
     assert torch.equal(run_forward(), forward(X))
+
+
+def test_a_call_that_returns_its_input_itself() -> None:
+    step = lambda x: x.contiguous().to(torch.float32).cos().sum()  # noqa: E731
+    learned(lambda: step(koila.lazy(X)).item())
+    h = step(koila.lazy(X))
+    assert entries() == 4
+    assert h.item() == step(X).item()
+
+
+def test_programs_that_nobody_reads_keep_nothing_alive() -> None:
+    learned(lambda: koila.lazy(X).cos().run())
+    alive = []
+    for _ in range(4):
+        batch = torch.ones(5, 3)
+        alive.append(weakref.ref(batch))
+        koila.lazy(batch).cos()
+        del batch
+    koila.lazy(X)
+    assert [reference() for reference in alive] == [None] * 4
