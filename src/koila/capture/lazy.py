@@ -306,8 +306,6 @@ def _name(value: Value) -> int:
 
 def real_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The real tensor behind an eager or a lazy one; a plain tensor is its own."""
-    if type(tensor) is torch.Tensor:
-        return tensor
     return tensor.run() if isinstance(tensor, RunnableTensor) else tensor
 
 
