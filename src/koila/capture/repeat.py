@@ -79,4 +79,6 @@ def _append(log: Log, node: TrieNode, template: Template, captured: tuple[Any, .
     log.entries.append(entry)
     if template.returned >= 0:
         return captured[template.returned]
-    return results[0] if template.kind is None else rebuild(template.kind, results)
+    if template.kind is None:
+        return results[0] if results else None
+    return rebuild(template.kind, results)

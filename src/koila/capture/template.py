@@ -76,7 +76,7 @@ class Template:
     kind: type | None
     """The list or tuple that the results stand in; None for a single result."""
     returned: int
-    """Where the operand that the call returns itself is among what is captured; -1 if it gives new results."""
+    """Where the operand that the call returns itself is among what is captured; -1 if it gives new results, or None."""
     writes: bool
     """Whether it writes to a value of the program."""
 
@@ -133,7 +133,9 @@ def template_for(
 
 def _check(scan: Scan, inference: Inference) -> None:
     """A call whose effects a node must tell at once, or whose aliases differ from step to step, has no template."""
-    if not inference.outputs or inference.reshapes or inference.ordered or inference.forced or scan.foreign:
+    if inference.reshapes or inference.ordered or inference.forced or scan.foreign:
+        raise _NoTemplate
+    if not inference.outputs and not (inference.writes and inference.structure is None):
         raise _NoTemplate
     for index in inference.writes:
         operand = scan.operands[index]
@@ -154,6 +156,8 @@ def _same_as(inference: Inference) -> int | None:
 
 def _results(inference: Inference, pattern: _Pattern) -> tuple[tuple[Output, ...], type | None, int]:
     structure = inference.structure
+    if structure is None:
+        return (), None, -1
     if type(structure) is Output:
         if structure.same_as is None:
             return (structure,), None, -1

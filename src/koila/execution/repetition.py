@@ -193,9 +193,9 @@ def _make_call(template: Template, entry: Entry, tensors: list[Any]) -> Any:
 
 
 def _assign(template: Template, result: Any, tensors: list[Any]) -> None:
-    """Put a call's results under their numbers; an operand that it returns itself has one already."""
+    """Put a call's results under their numbers; an operand that it returns itself has one already, None has none."""
     if template.kind is not None:
         found = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
         tensors[template.first : template.first + len(found)] = found
-    elif template.returned < 0:
+    elif template.makers:
         tensors[template.first] = result
