@@ -125,7 +125,7 @@ def current_budget(given: Iterable[int] = ()) -> Budget:
 
 def is_any_named() -> bool:
     """Whether a scope is open, or the variable names a budget: else `current_budget` is what is free."""
-    return _scopes.innermost is not None or (VARIABLE in os.environ and bool(os.environ[VARIABLE]))
+    return _scopes.innermost is not None or bool(os.environ.get(VARIABLE))
 
 
 @dataclass(frozen=True, slots=True)

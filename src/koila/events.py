@@ -203,8 +203,9 @@ class _Sites:
 
     def add(self, site: Site, amount: int) -> None:
         amounts = self.amounts
-        if site in amounts:
-            amounts[site] += amount
+        known = amounts.get(site)
+        if known is not None:
+            amounts[site] = known + amount
         elif len(amounts) < MAX_SITES:
             amounts[site] = amount
             self.num_callables += not isinstance(site, str)
@@ -470,6 +471,8 @@ _lock = threading.Lock()
 _subscriptions: dict[object, tuple[Listener, tuple[type, ...]]] = {}
 _listeners: tuple[tuple[Listener, tuple[type, ...]], ...] = ()
 """Each with the kinds of events that it wants; an empty tuple for all of them."""
+_heard: frozenset[type] | None = frozenset()
+"""The kinds of events that anybody wants; None for all of them."""
 
 
 def subscribe(listener: Listener, *kinds: type) -> Callable[[], None]:
@@ -504,8 +507,10 @@ def subscribe(listener: Listener, *kinds: type) -> Callable[[], None]:
 
 def _publish() -> None:
     # A new tuple each time: `emit` walks over the one it found, without a lock.
-    global _listeners
+    global _listeners, _heard
     _listeners = tuple(_subscriptions.values())
+    wanted = [kinds for _, kinds in _listeners]
+    _heard = None if () in wanted else frozenset(kind for kinds in wanted for kind in kinds)
 
 
 def emit(event: Event) -> None:
@@ -517,4 +522,4 @@ def emit(event: Event) -> None:
 
 def is_heard(kind: type) -> bool:
     """Whether anybody wants events of a class."""
-    return any(not kinds or kind in kinds for _, kinds in _listeners)
+    return _heard is None or kind in _heard

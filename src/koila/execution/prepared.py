@@ -227,7 +227,7 @@ class Question:
 
 def question_of(log: Log, lazy: Any, backward: bool) -> Question | None:
     """What is asked of the program in a log; None if it must be looked at in any case."""
-    if lazy._log is not log or not log.is_whole or log.trie.current is None or any_forced():
+    if lazy._log is not log or not log.is_whole or any_forced():
         return None
     if active_transform() is not None or saved_tensors_hooks(True) is not None or in_compiled_code():
         return None

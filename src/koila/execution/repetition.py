@@ -79,10 +79,10 @@ class Repetition:
 
     def _bind(self, number: int, real: torch.Tensor) -> Value:
         _, wrapper, output = self._result(number)
-        value = Value(wrapper._prepass, self._storage(number), None, 0)
-        value.real, value.budget = real, self._given
-        value.is_base = output.shares is None and output.shares_output is None
-        if not value.is_base:
+        is_base = output.shares is None and output.shares_output is None
+        value = Value(wrapper._prepass, self._own(number) if is_base else self._storage(number), None, 0)
+        value.real, value.budget, value.is_base = real, self._given, is_base
+        if not is_base:
             value.is_view, value.family = output.is_view, self._family(number)
         value.holders = (weakref.ref(wrapper),)
         wrapper._held = value
@@ -112,10 +112,13 @@ class Repetition:
         while isinstance(shared, int):
             number, shared = shared, self._shared(shared)
         if shared is None:
-            return self._storages.setdefault(number, Storage(real=True))
+            return self._own(number)
         found = self._log.storage_of(shared, register=True)
         assert found is not None
         return found
+
+    def _own(self, number: int) -> Storage:
+        return self._storages.setdefault(number, Storage(real=True))
 
     def _family(self, number: int) -> int:
         """Which values of the same memory are views of one another; see `Value.family`."""

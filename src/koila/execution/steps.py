@@ -113,8 +113,8 @@ def remember(values: Iterable[Value]) -> None:
 
 def was_bound_last(values: Iterable[Value]) -> bool:
     """Whether one of the values was bound by the step before."""
-    bound = {value for reference in _last.values if (value := reference()) is not None}
-    return bool(bound) and any(value in bound for value in values)
+    bound = [value for reference in _last.values if (value := reference()) is not None]
+    return bool(bound) and not set(bound).isdisjoint(values)
 
 
 def _learn(step: Step, measured_bytes: int | None) -> None:

@@ -128,8 +128,8 @@ def _report_of(ends: _Ends) -> Report:
     return found
 
 
-def _holds_plan(ends: _Ends) -> bool:
-    return any(end.decision is not None and end.decision.plan is not None for end in ends)
+def _holds_plan(end: events.StepEnd) -> bool:
+    return end.decision is not None and end.decision.plan is not None
 
 
 class Reports:
@@ -157,15 +157,17 @@ class Reports:
     def __call__(self, event: events.Event) -> None:
         if type(event) is not events.StepEnd:
             return
-        step: _Ends | Report = (event,)
+        step: _Ends | Report = _report(event) if _holds_plan(event) else (event,)
+        num_calls = event.num_calls
         joins = event.continues and bool(self._steps)
         if joins:
             before = self._steps.pop()
-            step = _joined(before, _report(event)) if isinstance(before, Report) else (*before, event)
-        if isinstance(step, tuple) and _holds_plan(step):
-            step = _report_of(step)
+            if isinstance(before, tuple) and isinstance(step, tuple):
+                step = (*before, event)
+            else:
+                step = _joined(_made(before), _made(step))
+            num_calls = _made(step).num_calls
         self._steps.append(step)
-        num_calls = step.num_calls if isinstance(step, Report) else sum(end.num_calls for end in step)
         if not event.follows or num_calls * MINOR_SHARE >= self._num_calls:
             self._last, self._num_calls = step, num_calls
         for scope in event.scopes:
