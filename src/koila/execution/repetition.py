@@ -22,7 +22,7 @@ from koila.execution.steps import remember
 from koila.ir.ambient import current_context
 from koila.ir.draws import Supply
 from koila.ir.node import Node, Storage, Value, function_name
-from koila.ir.prepass import Output
+from koila.ir.prepass import Output, PrePass
 from koila.ir.source import Site
 from koila.ir.tree import leaves
 from koila.planning.failures import is_out_of_memory
@@ -80,7 +80,10 @@ class Repetition:
     def _bind(self, number: int, real: torch.Tensor) -> Value:
         _, wrapper, output = self._result(number)
         is_base = output.shares is None and output.shares_output is None
-        value = Value(wrapper._prepass, self._own(number) if is_base else self._storage(number), None, 0)
+        prepass: PrePass = wrapper._prepass
+        if prepass.requires_grad is not real.requires_grad:  # A write has changed it.
+            prepass = prepass.with_grad(real.requires_grad)
+        value = Value(prepass, self._own(number) if is_base else self._storage(number), None, 0)
         value.real, value.budget, value.is_base = real, self._given, is_base
         if not is_base:
             value.is_view, value.family = output.is_view, self._family(number)
