@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 import koila
-from benchmarks import memory, scale
+from benchmarks import memory, record, scale
 from koila.planning.tracker import StorageTracker
 from tests.models import Task, gradient_bytes, language, vision
 
@@ -110,6 +110,7 @@ MEASUREMENTS: dict[str, Callable[[list[str]], None]] = {
     "chunks": measure_chunks,
     "accelerator": measure_accelerator,
     "memory": memory.main,
+    "record": record.main,
     "scale": scale.main,
 }
 

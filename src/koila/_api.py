@@ -371,5 +371,5 @@ def graph(value: Any) -> Graph:
 
 _engine = Engine(recorder)
 Bridge.realizer = _engine
-events.subscribe(_reports)
+events.subscribe(_reports, events.StepEnd)
 install()

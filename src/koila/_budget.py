@@ -148,6 +148,11 @@ def current_budget(given: Iterable[int] = ()) -> Budget:
     return replace(scope, allowed_bytes=_read_variable(text), allowed_share=_share(literal(text)))
 
 
+def is_any_named() -> bool:
+    """Whether a scope is open, or the variable names a budget: else `current_budget` is what is free."""
+    return _scopes.innermost is not None or bool(os.environ.get(VARIABLE))
+
+
 @dataclass(frozen=True, slots=True)
 class Closed:
     """A scope that named a size and is closed."""

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -203,8 +203,9 @@ class _Sites:
 
     def add(self, site: Site, amount: int) -> None:
         amounts = self.amounts
-        if site in amounts:
-            amounts[site] += amount
+        known = amounts.get(site)
+        if known is not None:
+            amounts[site] = known + amount
         elif len(amounts) < MAX_SITES:
             amounts[site] = amount
             self.num_callables += not isinstance(site, str)
@@ -264,6 +265,18 @@ def count(name: str, amount: int = 1, site: Site | None = None) -> None:
         _add_site(name, site, amount)
 
 
+def count_all(amounts: Mapping[str, int]) -> None:
+    """Raise several counters, without sites.
+
+    >>> reset()
+    >>> count_all({"runs": 1, "executed::relu": 2})
+    >>> counters()
+    {'runs': 1, 'executed::relu': 2}
+    """
+    for name, amount in amounts.items():
+        _counts[name] += amount
+
+
 def _add_site(name: str, site: Site, amount: int) -> None:
     known = _sites.get(name)
     if known is None:
@@ -284,7 +297,7 @@ def forced(why: str, site: Site) -> None:
     {'forced::item': 1}
     """
     count(f"forced::{why}", site=site)
-    if _listeners:
+    if is_heard(Forced):
         emit(Forced(why, _site_text(site)))
 
 
@@ -455,15 +468,19 @@ Event: TypeAlias = RunStart | PhaseStart | ChunkEnd | RunEnd | StepEnd | Fallbac
 Listener: TypeAlias = Callable[[Event], None]
 
 _lock = threading.Lock()
-_subscriptions: dict[object, Listener] = {}
-_listeners: tuple[Listener, ...] = ()
+_subscriptions: dict[object, tuple[Listener, tuple[type, ...]]] = {}
+_listeners: tuple[tuple[Listener, tuple[type, ...]], ...] = ()
+"""Each with the kinds of events that it wants; an empty tuple for all of them."""
+_heard: frozenset[type] | None = frozenset()
+"""The kinds of events that anybody wants; None for all of them."""
 
 
-def subscribe(listener: Listener) -> Callable[[], None]:
+def subscribe(listener: Listener, *kinds: type) -> Callable[[], None]:
     """Have `listener` called with every event, in the thread that emits it, until the result is called.
 
     Args:
         listener: called with each event; what it raises goes to the emitter.
+        kinds: the classes of events that it wants; all of them if none is named.
 
     Returns:
         A function that ends this subscription; a second call of it does nothing.
@@ -477,7 +494,7 @@ def subscribe(listener: Listener) -> Callable[[], None]:
     """
     token = object()
     with _lock:
-        _subscriptions[token] = listener
+        _subscriptions[token] = listener, kinds
         _publish()
 
     def unsubscribe() -> None:
@@ -490,11 +507,19 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 
 def _publish() -> None:
     # A new tuple each time: `emit` walks over the one it found, without a lock.
-    global _listeners
+    global _listeners, _heard
     _listeners = tuple(_subscriptions.values())
+    wanted = [kinds for _, kinds in _listeners]
+    _heard = None if () in wanted else frozenset(kind for kinds in wanted for kind in kinds)
 
 
 def emit(event: Event) -> None:
     """Hand an event to every listener, in the order of subscription."""
-    for listener in _listeners:
-        listener(event)
+    for listener, kinds in _listeners:
+        if not kinds or type(event) in kinds:
+            listener(event)
+
+
+def is_heard(kind: type) -> bool:
+    """Whether anybody wants events of a class."""
+    return _heard is None or kind in _heard

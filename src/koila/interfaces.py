@@ -104,6 +104,12 @@ class RunnableTensor(Runnable[torch.Tensor], TensorMixin, Protocol, metaclass=_N
 class Realizer(Protocol):
     """How capture asks the later stages to run what is pending; joined to them in `koila._api`."""
 
+    def read(self, lazy: Any, why: str) -> None:
+        """Bind a lazy tensor whose call was matched and has no node yet."""
+
+    def backward_from(self, lazy: Any, retain_graph: bool) -> None:
+        """Run a backward pass from such a lazy tensor, a scalar."""
+
     def materialize(self, values: Sequence[Any], why: str) -> None:
         """Bind each of the pending values to a real tensor."""
 

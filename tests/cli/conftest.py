@@ -17,7 +17,7 @@ Write = Callable[[str], str]
 @pytest.fixture(autouse=True)
 def own_process() -> Iterator[None]:
     main, argv, path = sys.modules["__main__"], sys.argv, list(sys.path)
-    reports.all.clear()  # A command tells of all runs of its process.
+    reports.clear()  # A command tells of all runs of its process.
     yield
     sys.modules["__main__"], sys.argv, sys.path[:] = main, argv, path
 

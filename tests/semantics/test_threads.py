@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -188,19 +188,19 @@ def test_an_interrupt_between_any_two_lines(scope: Scope) -> None:
     _loss(wanted, plain).backward()
     committed = _state(wanted)
     counting, outcomes = Interrupt(), set[bool]()
-    for _ in range(3):  # The third time nothing is traced, planned or looked up for the first time.
+    for _ in range(5):  # The fifth time nothing is traced, planned, prepared or looked up for the first time.
         counting = Interrupt()
         with scope():
             loss = _loss(_net(), koila.lazy)
             with counting.watching():
                 loss.backward()
-    # A run may take a few lines less than the one before it.
-    for number in range(1, counting.lines - counting.lines // 50, counting.lines // 24):
+    # A run may take a few lines less than the one before it: then it is done.
+    for number in range(1, counting.lines, counting.lines // 24):
         net = _net()
         with scope():
             loss = _loss(net, koila.lazy)
             before = _state(net)
-            with pytest.raises(KeyboardInterrupt), Interrupt(number).watching():
+            with suppress(KeyboardInterrupt), Interrupt(number).watching():
                 loss.backward()
             is_done = not _is_same(_state(net), before)
             if not is_done:

@@ -125,6 +125,23 @@ def ordinary_dispatch() -> AbstractContextManager[Any]:
     return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
+_exclude_set: Callable[[], Any] = torch._C._dispatch_tls_local_exclude_set
+_ORDINARY: int = _exclude_set().raw_repr()
+
+
+def is_dispatch_ordinary() -> bool:
+    """Whether the calling thread skips the dispatch keys that the user's own code skips, and no others.
+
+    Look at: torch/csrc/utils/python_dispatch.cpp.
+    """
+    return bool(_exclude_set().raw_repr() == _ORDINARY)
+
+
+def has_modes() -> bool:
+    """Whether a mode sees functions or operators. Look at: torch/overrides.py, torch/csrc/autograd/init.cpp."""
+    return is_function_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0
+
+
 # State that a recorded call carries; see `switches` for the rest of it.
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled

@@ -19,7 +19,7 @@ import torch._functorch.vmap
 import torch.jit._trace
 from torch.autograd import forward_ad
 
-_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 TRANSFORM_ENTRIES: tuple[tuple[ModuleType, str], ...] = (
     (torch._functorch.eager_transforms, "_wrap_for_grad"),
@@ -42,14 +42,14 @@ def active_transform() -> str | None:
 
     Look at: torch/csrc/autograd/python_variable.cpp; torch/autograd/forward_ad.py, whose level is a global variable.
     """
-    if _transforms_active():
+    if transforms_active():
         return "a transform of torch.func"
     return "forward-mode AD" if forward_ad._current_level >= 0 else None
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """Compute as if no transform were active. Look at: torch/_functorch/pyfunctorch.py."""
-    if not _transforms_active():
+    if not transforms_active():
         return nullcontext()
     return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from koila import events
 from koila.capture.bridge import Bridge
 from koila.capture.pending import recorder
-from koila.errors import KoilaError
 from koila.ir.graph import collect
 from koila.ir.node import Value
 from koila.ir.source import Site
@@ -24,7 +23,7 @@ WHY = "carried to the next batch"
 def run_carried() -> None:
     """Run small values of earlier batches that keep their inputs alive; counted once per place (Rule 6)."""
     settled = recorder.place.not_carried
-    carried = [value for value in recorder.held() if value not in settled and _keeps_more_alive(value)]
+    carried = [value for value in recorder.held_without_grad() if value not in settled and _keeps_more_alive(value)]
     if not carried:
         return
     sites: set[Site] = {value.node.site for value in carried if value.node is not None}
@@ -32,16 +31,14 @@ def run_carried() -> None:
         events.forced(WHY, site)
     try:
         Bridge.realizer.materialize(carried, WHY)
-    except KoilaError:  # Nobody has asked for these values: whoever does will see the error.
+    except Exception:  # Nobody has asked for these values: whoever does will see the error.
         settled.update(carried)
         for site in sites:
             events.count("carried::left pending", site=site)
 
 
 def _keeps_more_alive(value: Value) -> bool:
-    """Whether a value is smaller than what only its pending program refers to; one with a history is never small."""
-    if value.requires_grad:
-        return False
+    """Whether a value is smaller than what only its pending program refers to."""
     operands = {operand for node in collect([value], []).nodes for operand in node.values()}
     reals = [operand for operand in operands if operand.real is not None]
     kept = [operand for operand in reals if not operand.is_held]

@@ -53,7 +53,7 @@ def _after_pending(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.place.tape:
+        if recorder.is_idle:
             return original(*args, **kwargs)
         found = (leaf._value if _is_lazy(leaf) else leaf for leaf in leaves((args, kwargs)))
         run_readers([operand for operand in found if isinstance(operand, Value | torch.Tensor)])

@@ -9,18 +9,29 @@ from __future__ import annotations
 import html
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from koila import events
-from koila._torch import PYTHON_KEY, is_key_excluded, make_wrapper, ordinary_dispatch, throw_on_data_access
+from koila._torch import (
+    PYTHON_KEY,
+    is_function_mode_enabled,
+    is_key_excluded,
+    make_wrapper,
+    ordinary_dispatch,
+    throw_on_data_access,
+)
 from koila.capture.advice import begin_program, leaving_worker, note_worker
 from koila.capture.bridge import Bridge
 from koila.capture.carried import run_carried
+from koila.capture.log import MAX_VALUES, Log
 from koila.capture.lookup import implementation, lookup_function, lookup_method
 from koila.capture.patches import install
-from koila.capture.record import budget_of, input_value, realize
+from koila.capture.pending import recorder
+from koila.capture.record import budget_of, input_value, real_of, realize
+from koila.capture.repeat import NOT_KNOWN, repeat
 from koila.errors import CaptureError
 from koila.interfaces import BatchedPair, BatchInfo, RunnableTensor
 from koila.ir.graph import collect
@@ -42,7 +53,14 @@ class LazyTensor(torch.Tensor):
     tensor([0., 2., 4.])
     """
 
-    _value: Value
+    _held: Value | None = None
+    """Its value; None as long as it is the result of a call that has no node yet (see `koila.capture.log`)."""
+    _prepass: PrePass
+    """What is known about it then."""
+    _name: int
+    """The number of its value among all that were recorded; -1 for an input."""
+    _log: Log
+    """Where it was recorded."""
 
     def __new__(cls, tensor: torch.Tensor, batch: int | None = 0) -> LazyTensor:
         if not isinstance(tensor, torch.Tensor):
@@ -75,7 +93,7 @@ class LazyTensor(torch.Tensor):
             device=prepass.device,
         )
         throw_on_data_access(wrapper)
-        wrapper._value = value
+        wrapper._held, wrapper._log, wrapper._name = value, recorder.place.log, _name(value)
         # Nobody else can be this value yet, except after a shallow copy.
         value.holders = (weakref.ref(wrapper),) if not value.holders else (*value.holders, weakref.ref(wrapper))
         return wrapper
@@ -85,7 +103,12 @@ class LazyTensor(torch.Tensor):
         if is_key_excluded(PYTHON_KEY):  # Inside `torch.tensor([lazy])`: no fake tensor would be fake.
             with ordinary_dispatch():
                 return implementation(func)(*args, **(kwargs or {}))
-        return implementation(func)(*args, **(kwargs or {}))
+        handler = implementation(func)
+        if type(handler) is partial:
+            found = repeat(handler.args[0], args, kwargs)
+            if found is not NOT_KNOWN:
+                return found
+        return handler(*args, **kwargs) if kwargs else handler(*args)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -95,26 +118,41 @@ class LazyTensor(torch.Tensor):
         with ordinary_dispatch():
             return func(*map_leaves(args, swap), **map_leaves(kwargs or {}, swap))
 
+    @property
+    def _value(self) -> Value:
+        """Its value, in a program of which all calls have nodes."""
+        if self._log.entries or self._held is None:  # None in a run of another thread: it is waited for.
+            self._log.flush()
+        assert self._held is not None
+        return self._held
+
+    @property
+    def _known(self) -> PrePass:
+        """What is known about it; no node is made. A call that was matched leaves all but `requires_grad` as it was."""
+        return self._prepass if self._held is None else self._held.prepass
+
     # What can be asked without data.
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return torch.Size(self._value.prepass.shape)
+        return torch.Size(self._known.shape)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self._value.prepass.dtype
+        return self._known.dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return self._value.prepass.device
+        return self._known.device
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        return len(self._value.prepass.shape)
+        return len(self._known.shape)
 
     @property
     def requires_grad(self) -> bool:
+        if self._held is None and (self._prepass.requires_grad or not self._log.writes):
+            return self._prepass.requires_grad
         return self._value.requires_grad
 
     @requires_grad.setter
@@ -169,7 +207,7 @@ class LazyTensor(torch.Tensor):
         return f"<pre>{html.escape(repr(self))}</pre>"
 
     def __str__(self) -> str:
-        return str(realize(self._value, "str"))
+        return str(real_of(self, "str"))
 
     def run(self, partial: tuple[int, int] | None = None, *, detach: bool = False) -> torch.Tensor:
         """The real tensor; run if it is pending.
@@ -184,7 +222,7 @@ class LazyTensor(torch.Tensor):
         tensor([2., 4.])
         """
         wanted = self if partial is None else self._samples(partial)
-        real = realize(wanted._value, "run")
+        real = real_of(wanted, "run")
         return real.detach() if detach else real
 
     def _samples(self, partial: tuple[int, int]) -> LazyTensor:
@@ -229,7 +267,7 @@ class LazyTensor(torch.Tensor):
 
     def to_tensor(self, detached: bool = False) -> torch.Tensor:
         """The real tensor; with `detached` one that shares nothing with it."""
-        real = realize(self._value, "to_tensor")
+        real = real_of(self, "to_tensor")
         return real.detach().clone() if detached else real
 
     def set_tensor(self, tensor: torch.Tensor) -> None:
@@ -274,8 +312,23 @@ class LazyTensor(torch.Tensor):
 
     def _adopt(self, value: Value) -> None:
         self._value.release(self)
-        self._value = value
+        self._held, self._name = value, _name(value)
         value.hold(self)
+
+    # What most programs ask for, without the way through PyTorch's own dispatch.
+
+    def backward(
+        self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """As `torch.Tensor.backward`."""
+        if is_function_mode_enabled():
+            super().backward(gradient, retain_graph, create_graph, inputs)
+        else:
+            lookup_method("backward")(self, gradient, retain_graph, create_graph, inputs)
+
+    def item(self) -> Any:
+        """As `torch.Tensor.item`."""
+        return super().item() if is_function_mode_enabled() else real_of(self, "item").item()
 
     # Called by name, not through __torch_function__.
 
@@ -296,6 +349,11 @@ class LazyTensor(torch.Tensor):
         value = input_value(real.__deepcopy__(memo), self._value.batch, budget_of([self._value]))
         copy = memo[id(self)] = LazyTensor._wrap(value)
         return copy
+
+
+def _name(value: Value) -> int:
+    epoch, number = value.position
+    return -1 if epoch < 0 else epoch * MAX_VALUES + number
 
 
 def real_tensor(tensor: torch.Tensor) -> torch.Tensor:

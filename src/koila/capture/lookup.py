@@ -28,9 +28,10 @@ from koila._torch import (
 from koila._torch.transforms import ADD_BATCH_DIM, active_transform
 from koila.capture.advice import warn_of_eager_program
 from koila.capture.bridge import Bridge
+from koila.capture.pending import recorder
 from koila.capture.readers import run_readers
-from koila.capture.record import input_value, lazy_forward, realize, record, run_eagerly
-from koila.capture.scan import scan_call
+from koila.capture.record import input_value, lazy_forward, real_of, realize, record, run_eagerly
+from koila.capture.scan import Scan, scan_call
 from koila.errors import CaptureError
 from koila.ir.cache import register
 from koila.ir.graph import collect
@@ -70,7 +71,9 @@ def _forced(name: str, method: Handler) -> Handler:
     """Materialise the lazy operands, then call the method on real tensors."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        swap = lambda leaf: realize(leaf._value, name) if type(leaf) is Bridge.lazy_type else leaf  # noqa: E731
+        if len(args) == 1 and not kwargs:
+            return method(real_of(args[0], name))
+        swap = lambda leaf: real_of(leaf, name) if type(leaf) is Bridge.lazy_type else leaf  # noqa: E731
         return method(*map_leaves(args, swap), **map_leaves(kwargs, swap))
 
     return run
@@ -80,7 +83,7 @@ def _metadata(method: Handler) -> Handler:
     """Ask the wrapper itself: it has true sizes and strides."""
 
     def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
-        prepass = self._value.prepass
+        prepass = self._known
         with without_torch_function():
             if wrapper_size(self) == prepass.shape and wrapper_stride(self) == prepass.stride:
                 return method(self, *args, **kwargs)
@@ -123,6 +126,10 @@ def _autograd_backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
+    if grad_tensors is None and grad_variables is None and inputs is None and _is_plain_loss(tensors, create_graph):
+        warn_of_eager_program()
+        Bridge.realizer.backward_from(tensors, bool(retain_graph))
+        return
     roots = _as_tuple(tensors)
     given = _as_tuple(grad_tensors if grad_tensors is not None else grad_variables)
     gradients = given if len(given) == len(roots) else given * len(roots)
@@ -135,6 +142,14 @@ def _autograd_backward(
     request = BackwardRequest(tuple(_unwrap(root) for root in roots), tuple(real), keep, create_graph, wanted)
     warn_of_eager_program()
     Bridge.realizer.backward(request)
+
+
+def _is_plain_loss(tensor: Any, create_graph: bool) -> bool:
+    """Whether a backward pass starts from one scalar, which a call gave that has no node yet."""
+    if create_graph or type(tensor) is not Bridge.lazy_type or tensor._held is not None or not tensor.requires_grad:
+        return False
+    known = tensor._known
+    return known.dtype.is_floating_point and all(size == 1 for size in known.shape)
 
 
 def _accumulate(inputs: Any, gradients: Any) -> None:
@@ -175,7 +190,13 @@ def _autograd_grad(
         return map_leaves(found, _as_lazy) if is_recorded else found
     grads = _second_order(outputs, inputs, grad_outputs) if create_graph else (False,) * len(_as_tuple(inputs))
     metas = tuple(Output(_prepass(each).with_grad(grad)) for each, grad in zip(_as_tuple(inputs), grads, strict=True))
-    return record(torch.autograd.grad, scan, Inference(metas, metas, ordered=True), current_context(), cacheable)
+    return _record_apart(torch.autograd.grad, scan, Inference(metas, metas, ordered=True), cacheable)
+
+
+def _record_apart(func: Handler, scan: Scan, inference: Inference, cacheable: bool) -> Any:
+    """Record a call that the trie does not know: what comes after it is another program than without it."""
+    recorder.log.trie.leave()
+    return record(func, scan, inference, current_context(), cacheable)
 
 
 def _second_order(outputs: Any, inputs: Any, grad_outputs: Any) -> tuple[bool, ...]:
@@ -245,7 +266,7 @@ def _on_graph(method: Handler) -> Handler:
         hooks.update(dict.fromkeys([handle.id], args[0] if args else None))
         scan, _ = scan_call(method, (self, *wrapped), {})
         inference = Inference(None, (), writes=(0,), write_grads=(self.requires_grad,), ordered=True)
-        record(method, scan, inference, current_context(), cacheable=not args)
+        _record_apart(method, scan, inference, cacheable=not args)
         return handle if args else None
 
     return note
@@ -279,7 +300,7 @@ def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
     scan, cacheable = scan_call(_T.requires_grad_, (self, requires_grad), {})
     output = Output(value.prepass.with_grad(requires_grad), same_as=0)
     inference = Inference(output, (output,), writes=(0,), write_grads=(requires_grad,), ordered=True)
-    return record(_T.requires_grad_, scan, inference, current_context(), cacheable)
+    return _record_apart(_T.requires_grad_, scan, inference, cacheable)
 
 
 def _at_call(func: Handler) -> Handler:
@@ -321,15 +342,15 @@ def _version(self: Any) -> int:
 
 
 def _is_quantized(self: Any) -> bool:
-    return self._value.prepass.dtype in QUANTISED
+    return self._known.dtype in QUANTISED
 
 
 def _is_inference(self: Any) -> bool:
-    return bool(self._value.prepass.inference)
+    return bool(self._known.inference)
 
 
 def _format(self: Any, spec: str) -> str:
-    return format(realize(self._value, "format"), spec)
+    return format(real_of(self, "format"), spec)
 
 
 def _hash(self: Any) -> int:

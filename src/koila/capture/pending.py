@@ -1,12 +1,11 @@
 """What each thread has recorded and not run yet.
 
-*Takes* nodes as they are recorded. *Gives* the pending program of the calling thread: its place in the trie, its
-effects, its nodes in order, and the storages of real tensors that pending calls share.
+*Takes* nodes as they are recorded. *Gives* the pending program of the calling thread: its effects, its nodes in order,
+and what hangs on them. Calls that repeat a known program have no nodes before somebody asks here; see `Log`.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections import deque
@@ -17,16 +16,15 @@ from typing import Protocol
 import torch
 
 from koila._torch import storage_key
+from koila.capture.log import Log
 from koila.ir.node import Node, Storage, Value
 from koila.ir.prepass import is_plain
 from koila.ir.source import Site
-from koila.ir.trie import TrieCache
 
 MAX_EAGER_CALLS = 100
 """So many calls that ran eagerly are noted by name."""
-_epochs = itertools.count()
-_left: deque[tuple[list[Node], list[weakref.ref[Node]]]] = deque()
-"""(effects, tape) of threads that have ended; the next thread that asks takes them over."""
+_left: deque[Log] = deque()
+"""The logs of threads that have ended; the next thread that asks takes over what they have pending."""
 
 
 class Rerun(Protocol):
@@ -46,22 +44,15 @@ class _Place(threading.local):
     """Where a thread stands in its program, and what it has recorded."""
 
     def __init__(self) -> None:
-        self.trie = TrieCache()
-        self.epoch = next(_epochs)
-        self.count = 0
-        self.effects: list[Node] = []
-        self.tape: list[weakref.ref[Node]] = []
-        self.num_before = 0
-        """Results that were recorded before this epoch."""
+        self.log = Log()
         self.eager_calls: list[tuple[str, str]] = []
         """Calls that could not be recorded since the last `koila.lazy`, with the reason; the first of them only."""
         self.started: tuple[Site, int] | None = None
         """Where `koila.lazy` was called last, and how many results were recorded before."""
         self.not_carried: weakref.WeakSet[Value] = weakref.WeakSet()
         """Values that are not run before the next batch: that would free nothing, or failed once; see `carried`."""
-        self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
         self.addresses: set[int] = set()
-        """Where the real operands lie of the first `num_noted` calls of the tape."""
+        """Where the real operands lie of the first `num_noted` calls of the tape, and of entries behind it."""
         self.num_noted = 0
         self.reruns: dict[int, weakref.ref[Rerun]] = {}
         """Programs that a later backward pass will run again, by identity."""
@@ -70,14 +61,20 @@ class _Place(threading.local):
         self.num_traces = 0
         """How many programs are being traced: modules that are looked through then are the tracer's."""
         self._life = _Life()
-        weakref.finalize(self._life, _left.append, (self.effects, self.tape)).atexit = False
+        weakref.finalize(self._life, _leave, self.log).atexit = False
 
     def take_over(self) -> None:
         """What threads recorded that have ended is this thread's from now on."""
         while _left:
-            effects, tape = _left.popleft()
-            self.effects += effects
-            self.tape += tape
+            log = _left.popleft()
+            self.log.effects += log.effects
+            self.log.tape += log.tape
+
+
+def _leave(log: Log) -> None:
+    """The thread of a log has ended."""
+    log.flush()
+    _left.append(log)
 
 
 def address_of(operand: Value | torch.Tensor) -> int | None:
@@ -98,26 +95,38 @@ class Recorder:
         """Whether Dynamo is loaded and was told to skip koila: then calls may come from compiled code."""
 
     @property
+    def log(self) -> Log:
+        """What this thread has recorded, all of it as nodes."""
+        log = self.place.log
+        if log.entries:
+            log.flush()
+        return log
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this thread has recorded nothing that anybody could still ask for, as far as that is known."""
+        log = self.place.log
+        return not (log.entries or log.tape)
+
+    @property
     def real_storages(self) -> weakref.WeakValueDictionary[int, Storage]:
         """Storages of real tensors that values or pending calls of this thread hold, by their address.
 
         Two threads that use the same buffer do not see each other's pending reads and writes of it: each run does what
         its own thread recorded.
         """
-        return self.place.real_storages
+        return self.log.real_storages
 
     def new_epoch(self) -> None:
         """A run has happened: the next recorded call starts a new program."""
-        self.place.trie.reset_current()
-        self.place.epoch = next(_epochs)
-        self.place.num_before += self.place.count
-        self.place.count = 0
-        self.place.tape[:] = [reference for reference in self.place.tape if reference() is not None]
-        self.place.addresses, self.place.num_noted = set(), 0
+        place = self.place
+        self.log.new_epoch()
+        place.addresses, place.num_noted = set(), 0
 
     def num_recorded(self) -> int:
         """How many results this thread has recorded in its life."""
-        return self.place.num_before + self.place.count
+        log = self.place.log
+        return log.num_before + log.count
 
     def note_eager(self, name: str, why: str) -> None:
         """A call could not be recorded and runs at once."""
@@ -127,15 +136,16 @@ class Recorder:
     @property
     def effects(self) -> list[Node]:
         """Writes to real tensors that this thread recorded and nobody has done: they run with its next run."""
-        place = self.place
         if _left:
-            place.take_over()
-        place.effects[:] = [node for node in place.effects if node.due and not node.failed]
-        return place.effects
+            self.place.take_over()
+        effects = self.log.effects
+        if effects:
+            effects[:] = [node for node in effects if node.due and not node.failed]
+        return effects
 
     def recorded(self) -> Iterator[Node]:
         """Nodes that this thread recorded and that anything still refers to, in order; some may have run."""
-        return (node for reference in self.place.tape if (node := reference()) is not None)
+        return (node for reference in self.log.tape if (node := reference()) is not None)
 
     def pending(self) -> list[Node]:
         """Those of them that have not run, and whose run has not failed: they run with the next run."""
@@ -158,6 +168,14 @@ class Recorder:
             if not node.done and any(id(operand) in changed for operand in node.operands):
                 node.left_behind = True
 
+    def held_without_grad(self) -> list[Value]:
+        """Those of `held` that do not require grad; nothing is done for calls that lead to others only."""
+        log = self.place.log
+        if log.entries and not log.is_history:
+            log.flush()
+        nodes = (node for reference in log.tape if (node := reference()) is not None)
+        return [value for node in nodes for value in node.waiting() if not value.requires_grad]
+
     def held(self) -> list[Value]:
         """Values that this thread recorded, that have no data yet, and that the user still holds; in order."""
         return [value for node in self.recorded() for value in node.waiting()]
@@ -165,7 +183,7 @@ class Recorder:
     def forget(self) -> None:
         """Nothing that this thread has recorded is pending any more: no effect is done, nothing is run by `settle`."""
         self.forget_effects()
-        self.place.tape.clear()
+        self.log.tape.clear()
         self.place.started = None
         self.new_epoch()
 
@@ -173,16 +191,6 @@ class Recorder:
         """The writes that this thread has pending will not be done."""
         for node in self.effects:
             node.due = False
-
-    def note(self, node: Node) -> None:
-        """A node was recorded."""
-        self.place.tape.append(weakref.ref(node))
-
-    def note_effect(self, node: Node) -> None:
-        """A recorded node writes to a real tensor."""
-        if not node.due:
-            node.due = True
-            self.place.effects.append(node)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -223,27 +231,24 @@ class Recorder:
         place = self.place
         if place.num_runs or not is_plain(tensor):
             return False
-        for reference in place.tape[place.num_noted :]:
+        log = place.log
+        for reference in log.tape[place.num_noted :]:
             node = reference()
             for operand in () if node is None else node.operands:
-                real = operand.real if type(operand) is Value else operand
-                if real is not None and real.layout is torch.strided:  # type: ignore[union-attr]
-                    place.addresses.add(storage_key(real.untyped_storage()))  # type: ignore[union-attr]
-        place.num_noted = len(place.tape)
+                _note_address(operand.real if type(operand) is Value else operand, place.addresses)  # type: ignore[arg-type]
+        for real in log.reals(log.num_noted):
+            _note_address(real, place.addresses)
+        place.num_noted, log.num_noted = len(log.tape), len(log.entries)
         return address_of(tensor) in place.addresses
 
     def storage_of(self, operand: Value | torch.Tensor, register: bool = False) -> Storage | None:
         """The storage of an operand; a real tensor has one only if a pending call writes to it."""
-        if isinstance(operand, Value):
-            return operand.storage
-        storages = self.place.real_storages
-        if not register and not storages:
-            return None
-        key = storage_key(operand.untyped_storage()) if operand.layout == torch.strided else id(operand)
-        found = storages.get(key)
-        if found is None and register:
-            found = storages[key] = Storage(real=True)
-        return found
+        return self.log.storage_of(operand, register)
+
+
+def _note_address(real: torch.Tensor | None, addresses: set[int]) -> None:
+    if real is not None and real.layout is torch.strided:
+        addresses.add(storage_key(real.untyped_storage()))
 
 
 recorder = Recorder()

@@ -6,7 +6,6 @@ an earlier one), then of the shape cache, then of fake tensors.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,37 +16,41 @@ from koila._torch import finished, saved_tensors_hooks
 from koila._torch.dynamo import in_compiled_code
 from koila._torch.transforms import active_transform
 from koila.capture.bridge import Bridge
+from koila.capture.log import count_recorded, same_batch
 from koila.capture.pending import recorder
 from koila.capture.readers import run_readers
 from koila.capture.scan import Scan, scan_call, shape_key, trie_key
+from koila.capture.template import template_for
 from koila.ir.draws import draw
 from koila.ir.graph import collect
-from koila.ir.infer import HIDDEN_WRITERS, compute_shape, infer, infer_call
-from koila.ir.node import Node, Storage, Value, function_name, version_of
+from koila.ir.infer import compute_shape, infer, infer_call
+from koila.ir.node import Node, Value, function_name, version_of
 from koila.ir.numbers import call_structure
-from koila.ir.prepass import Inference, Output, PrePass, is_plain, prepass_of
+from koila.ir.prepass import Inference, Output, is_plain, prepass_of
 from koila.ir.replay import Context, current_context
 from koila.ir.source import user_site
 from koila.ir.tree import leaves, map_leaves
+from koila.ir.trie import TrieNode
 
 MAX_DEPTH = 10_000
 """A longer chain of pending calls is cut: its end is run."""
 
 
-def _inference_for(func: Any, scan: Scan, cacheable: bool, context: Context) -> Inference:
+def _inference_for(func: Any, scan: Scan, cacheable: bool, context: Context) -> tuple[Inference, TrieNode | None]:
+    """What is known about a call; with its node of the trie if the last program made it, too."""
+    log = recorder.log
     if not cacheable:
+        log.trie.leave()
         events.count("shape_cache::miss::an argument cannot be hashed")
-        return infer(func, scan.args, scan.kwargs, scan.operands)
-    place = recorder.place
-    key = trie_key(scan, context, place.epoch)
-    found = place.trie.traverse(key, scan.numbers)
-    if found is None:
-        shape = shape_key(key, scan)
-        found = compute_shape(
-            shape, lambda: infer_call(call_structure(shape), func, scan.args, scan.kwargs, scan.operands)
-        )
-        place.trie.insert(key, found, scan.numbers)
-    return found
+        return infer(func, scan.args, scan.kwargs, scan.operands), None
+    key = trie_key(scan, context, log.epoch)
+    found = log.trie.traverse(key, scan.numbers)
+    if found is not None:
+        return found, log.trie.current
+    shape = shape_key(key, scan)
+    found = compute_shape(shape, lambda: infer_call(call_structure(shape), func, scan.args, scan.kwargs, scan.operands))
+    log.trie.insert(key, found, scan.numbers)
+    return found, None
 
 
 def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +77,7 @@ def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if scan.foreign is not None:
         return run_eagerly(func, scan, f"an operand of class {scan.foreign}")
     context = current_context()
-    inference = _inference_for(func, scan, cacheable, context)
+    inference, known = _inference_for(func, scan, cacheable, context)
     if inference.forced is not None:
         run_readers([scan.operands[index] for index in inference.writes])
         return run_eagerly(func, scan, inference.forced)
@@ -86,7 +89,12 @@ def lazy_forward(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return run_eagerly(func, scan, "hooks on saved tensors")
     if not inference.outputs and not inference.writes:
         return inference.structure  # A question that the layout answers.
-    return record(func, scan, inference, context, cacheable)
+    first = recorder.log.count
+    result = record(func, scan, inference, context, cacheable)
+    if known is not None and not known.is_learned:
+        log = recorder.log
+        log.trie.learn(known, func, template_for(func, scan, inference, context, log.epoch, first))
+    return result
 
 
 def _is_seen(operand: Value | torch.Tensor) -> bool:
@@ -101,9 +109,9 @@ def record(func: Any, scan: Scan, inference: Inference, context: Context, cachea
     node.slots = tuple(scan.slots)
     node.versions = tuple([version_of(operand) for operand in scan.operands])
     node.draws = [draw(spec) for spec in inference.draws]
-    events.count("lazy::" + function_name(func))
+    count_recorded(func)
     result = map_outputs(inference.structure, _wrapper(node, scan))
-    _note_effects(node, inference)
+    recorder.log.note(node)
     if node.depth > MAX_DEPTH:
         _cut(node)
     return result
@@ -118,72 +126,18 @@ def map_outputs(structure: Any, wrap: Callable[[Output], Any]) -> Any:
 
 def _wrapper(node: Node, scan: Scan) -> Callable[[Output], Any]:
     made: list[Value | None] = []
+    log = recorder.log
 
     def wrap(output: Output) -> Any:
-        index = len(made)
-        if output.same_as is not None:
-            made.append(None)
-            original, operand = scan.originals[output.same_as], scan.operands[output.same_as]
-            if isinstance(operand, Value):
-                operand.prepass = _same_batch(operand.prepass, output.prepass)
-            return original
-        value = Value(output.prepass, _output_storage(output, scan, made), node, index)
-        value.is_view = output.is_view
-        value.is_base = output.shares is None and output.shares_output is None
-        value.family = 0 if value.is_base else _family(output, scan, made, node)
-        place = recorder.place
-        value.position = (place.epoch, place.count)
-        place.count += 1
-        node.set_output(index, value)
-        made.append(value)
+        value = log.make_value(node, output, scan.operands, made)
+        if value is None:
+            assert output.same_as is not None
+            return scan.originals[output.same_as]
+        value.position = (log.epoch, log.count)
+        log.count += 1
         return Bridge.lazy_type._wrap(value)
 
     return wrap
-
-
-def _output_storage(output: Output, scan: Scan, made: list[Value | None]) -> Storage:
-    if output.shares is not None:
-        found = recorder.storage_of(scan.operands[output.shares], register=True)
-        assert found is not None
-        return found
-    if output.shares_output is not None:
-        earlier = made[output.shares_output]
-        return Storage() if earlier is None else earlier.storage
-    return Storage()
-
-
-def _family(output: Output, scan: Scan, made: list[Value | None], node: Node) -> int:
-    """That of what a result is a view of; one of its own for a result that shares the memory and is no view."""
-    if not output.is_view:
-        return node.sequence
-    viewed = scan.operands[output.shares] if output.shares is not None else made[output.shares_output or 0]
-    return viewed.family if isinstance(viewed, Value) else 0
-
-
-def _note_effects(node: Node, inference: Inference) -> None:
-    """Tell the storages who reads and who writes them; a write to a real one is an effect."""
-    register = node.func in HIDDEN_WRITERS
-    reference = weakref.ref(node)
-    recorder.note(node)
-    for operand in node.operands:
-        storage = recorder.storage_of(operand, register)
-        if storage is not None:
-            storage.readers.append(reference)
-            if not isinstance(operand, Value):
-                node.storages.append(storage)
-    for index, requires_grad in zip(inference.writes, inference.write_grads, strict=True):
-        operand = node.operands[index]
-        storage = recorder.storage_of(operand, register=True)
-        assert storage is not None
-        storage.writers.append(node)
-        if not isinstance(operand, Value):
-            node.storages.append(storage)
-        if isinstance(operand, Value) and requires_grad:
-            operand.prepass = operand.prepass.with_grad(True)
-            if operand.family not in storage.with_grad:
-                storage.with_grad = (*storage.with_grad, operand.family)
-        if storage.real and not inference.ordered:
-            recorder.note_effect(node)
 
 
 def _cut(node: Node) -> None:
@@ -199,6 +153,15 @@ def realize(value: Value, why: str) -> torch.Tensor:
         Bridge.realizer.materialize([value], why)
     assert value.real is not None
     return value.real
+
+
+def real_of(lazy: Any, why: str) -> torch.Tensor:
+    """The real tensor of a lazy one."""
+    if lazy._held is not None:
+        return realize(lazy._value, why)
+    Bridge.realizer.read(lazy, why)
+    real: torch.Tensor = lazy._value.real
+    return real
 
 
 def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
@@ -219,7 +182,7 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
     result = func(*map_leaves(scan.args, swap), **map_leaves(scan.kwargs, swap))
     for value in operands:
         assert value.real is not None
-        value.prepass = _same_batch(value.prepass, prepass_of(value.real))
+        value.prepass = same_batch(value.prepass, prepass_of(value.real))
     back = {id(operand.real): original for operand, original in zip(scan.operands, scan.originals, strict=True)
             if isinstance(operand, Value)}  # fmt: skip
 
@@ -251,7 +214,7 @@ def run_in_transform(func: Any, args: Any, kwargs: Any, transform: str) -> Any:
     result = func(*map_leaves(args, swap), **map_leaves(kwargs, swap))
     for value in values:
         assert value.real is not None
-        value.prepass = _same_batch(value.prepass, prepass_of(value.real))
+        value.prepass = same_batch(value.prepass, prepass_of(value.real))
     back = {id(lazy._value.real): lazy for lazy in lazies}
     return map_leaves(result, lambda leaf: back.get(id(leaf), leaf))
 
@@ -274,13 +237,6 @@ def _batch_like(result: torch.Tensor, operands: Sequence[Value]) -> int | None:
     return None
 
 
-def _same_batch(before: PrePass, after: PrePass) -> PrePass:
-    """What is known about a tensor after a call; a write to its data leaves its batch where it was."""
-    if before.batch is None or before.shape != after.shape or before.stride != after.stride:
-        return after
-    return after.with_batch(before.batch)
-
-
 def budget_of(values: Sequence[Value]) -> int | None:
     """The byte budget of the programs behind some values: the smallest that their inputs were given."""
     given = [value.budget for value in values if value.budget is not None]
@@ -290,7 +246,7 @@ def budget_of(values: Sequence[Value]) -> int | None:
 
 def input_value(real: torch.Tensor, batch: int | None = None, budget: int | None = None) -> Value:
     """A value that is a real tensor already; a batch dimension that the tensor lacks is none."""
-    storage = recorder.storage_of(real, register=True)
+    storage = recorder.place.log.storage_of(real, register=True)  # Calls without nodes will find the same one.
     assert storage is not None
     prepass = prepass_of(real)
     value = Value(prepass if batch is None else prepass.with_batch(batch), storage, None, 0)

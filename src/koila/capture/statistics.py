@@ -20,14 +20,16 @@ def patch_statistics() -> None:
     """Reading `bn.running_mean` comes after its pending updates, unless it is read to be updated once more."""
     original, place = torch.nn.Module.__getattr__, recorder.place
 
+    def is_pending(buffer: Any) -> bool:
+        storage = None if buffer is None else recorder.storage_of(buffer)
+        return storage is not None and bool(storage.writers)
+
     def read(self: Any, name: str) -> Any:
         if is_dynamo_compiling():  # Inside compiled code nothing is pending.
             return original(self, name)
-        if name.startswith("running_") and place.effects and not place.num_runs:
-            buffer = buffer_of(self, name)
-            storage = None if buffer is None else recorder.storage_of(buffer)
-            if storage is not None and storage.writers and _getframe(1).f_code not in NORM_FORWARDS:
-                Bridge.realizer.materialize([], "running statistics")
+        is_asked = name.startswith("running_") and not recorder.is_idle and not place.num_runs
+        if is_asked and _getframe(1).f_code not in NORM_FORWARDS and is_pending(buffer_of(self, name)):
+            Bridge.realizer.materialize([], "running statistics")
         return original(self, name)
 
     NORM_BASE.__getattr__ = read  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ def _seen(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():  # It knows the method, and not this function.
             return getattr(self, name)(*args, **kwargs)
-        if _place.tape or _place.reruns:
+        if not recorder.is_idle or _place.reruns:
             before_write(self)
         return original(self, *args, **kwargs)
 
@@ -64,7 +64,7 @@ def _read_data(self: Any) -> Any:
     """`tensor.data`: whoever has it can write without a version, so what is pending on it runs now."""
     if type(self) is Bridge.lazy_type:
         return implementation(DATA_GETTER)(self)
-    if _place.tape or _place.reruns:
+    if not recorder.is_idle or _place.reruns:
         before_write(self, unseen=True)
     return DATA_GETTER(self)
 
@@ -72,7 +72,7 @@ def _read_data(self: Any) -> Any:
 def _replace_data(self: Any, data: Any) -> None:
     if type(self) is Bridge.lazy_type:
         return implementation(DATA_SETTER)(self, data)
-    if _place.tape or _place.reruns:
+    if not recorder.is_idle or _place.reruns:
         before_write(self, unseen=True)
     DATA_SETTER(self, realize(data._value, "assignment to .data") if type(data) is Bridge.lazy_type else data)
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -33,11 +34,13 @@ from koila.execution.commit import (
 )
 from koila.execution.eager_errors import check_again, note_recorded_gradients
 from koila.execution.evaluation import awaited
-from koila.execution.frames import few_frames
+from koila.execution.frames import few_frames, shorten
 from koila.execution.history import history_of
 from koila.execution.inner import places_of, real_gradients
 from koila.execution.jobs import Pending, Task, accumulating, decision_of, devices_of, held_bytes, task_for
 from koila.execution.out_of_memory import note_failure, retried_once, run_until_it_fits
+from koila.execution.prepared import Question, question_of
+from koila.execution.repetition import Repetition, repetition_of
 from koila.execution.results import run_split, stream_split
 from koila.execution.seeds import Given, given_seeds, seeds_of
 from koila.execution.segment import is_passed_by
@@ -58,6 +61,11 @@ def _room_for(graph: Graph) -> int:
     return held_bytes(current_budget(graph.budgets), devices_of(graph))
 
 
+def request_of(value: Value, retain_graph: bool) -> BackwardRequest:
+    """The backward pass from a scalar."""
+    return BackwardRequest((value,), (None,), retain_graph, False, None)
+
+
 class Engine:
     """The realizer: carries out what is asked for."""
 
@@ -72,12 +80,31 @@ class Engine:
 
     # What is asked for.
 
-    def materialize(self, values: Sequence[Value], why: str) -> None:
-        """Bind pending values to real tensors, and perform the pending effects."""
-        with few_frames(), self._serving(), outside_transforms(), step() as noted:
-            self._serve(values, None, noted)
+    def read(self, lazy: Any, why: str) -> None:
+        """Bind a lazy tensor whose call has no node yet."""
+        question = question_of(self._recorder.place.log, lazy, backward=False)
+        events.forced(why, user_site())
+        repetition = None if question is None else repetition_of(question, self._recorder.place.log)
+        if repetition is None:
+            self.materialize([lazy._value], why, question)
+        else:
+            self._repeat(repetition, lazy, None)
 
-    def backward(self, request: BackwardRequest) -> None:
+    def backward_from(self, lazy: Any, retain_graph: bool) -> None:
+        """A backward pass from a scalar lazy tensor whose call has no node yet."""
+        question = question_of(self._recorder.place.log, lazy, backward=True)
+        repetition = None if question is None else repetition_of(question, self._recorder.place.log)
+        if repetition is None:
+            self.backward(request_of(lazy._value, retain_graph), question)
+        else:
+            self._repeat(repetition, lazy, retain_graph)
+
+    def materialize(self, values: Sequence[Value], why: str, question: Question | None = None) -> None:
+        """Bind pending values to real tensors, and perform the pending effects; `question` learns how."""
+        with few_frames(), self._serving(), outside_transforms(), step() as noted:
+            self._serve(values, None, noted, question=question)
+
+    def backward(self, request: BackwardRequest, question: Question | None = None) -> None:
         """Run forward and backward, and leave the gradients where PyTorch's backward would."""
         involved = [v for v in (*request.roots, *(request.inputs or ())) if isinstance(v, Value)]
         with few_frames(), self._serving(), step() as noted:
@@ -85,7 +112,7 @@ class Engine:
                 self._run_earlier_gradients(involved)
             seeds = self._given_seeds(request, involved)
             noted.continues, noted.is_empty = was_bound_last(involved), False
-            if not self._serve(involved, request, noted, seeds):
+            if not self._serve(involved, request, noted, seeds, question):
                 commit(request, seeds, accumulating(request, Graph((), ())))
         self._recorder.new_epoch()
 
@@ -179,7 +206,10 @@ class Engine:
 
     # Decision → run → bind → commit.
 
-    def _serve(self, values: Sequence[Value], request: BackwardRequest | None, noted: Step, seeds: Given = ()) -> bool:
+    def _serve(
+        self, values: Sequence[Value], request: BackwardRequest | None, noted: Step, seeds: Given = (),
+        question: Question | None = None,
+    ) -> bool:  # fmt: skip
         """Compute values, and differentiate them if that is requested; False: nothing was to be done."""
         task = self.task(values, request, detailed=any_forced())
         if task is None:
@@ -187,8 +217,11 @@ class Engine:
         if task.job.budget.is_default:
             warn_of_closed_scope(task.whole.graph, values)
         noted.follows = request is None and was_bound_last(v for node in task.own.graph.nodes for v in node.values())
+        required = None if question is None else task.required()
         try:
             self._run(task, noted, seeds)
+            if question is not None and required and noted.decision is not None and noted.decision.how == "whole":
+                question.learn(task, noted.decision, required)
         except Exception as error:
             if not (task.is_plain and is_out_of_memory(error)):
                 raise
@@ -198,6 +231,45 @@ class Engine:
             assert following is not None
             self._run(following, noted, seeds, failed=True)
         return True
+
+    def _repeat(self, repetition: Repetition, lazy: Any, retain_graph: bool | None) -> None:
+        """Carry out a prepared run; unless `retain_graph` is None, a backward pass follows."""
+        try:
+            with step() as noted:
+                self._carry_out_again(repetition, lazy, retain_graph, noted)
+        except Exception as error:
+            shorten(error)
+            raise
+
+    def _carry_out_again(self, repetition: Repetition, lazy: Any, retain_graph: bool | None, noted: Step) -> None:
+        """Run by what was prepared; an error leaves everything as it was (Rule 4)."""
+        run, place = repetition.run, self._recorder.place
+        noted.tries(run.decision)
+        noted.follows = retain_graph is None and was_bound_last(repetition.inputs())
+        place.num_runs += 1
+        try:
+            repetition.carry_out(None if retain_graph is None else lambda: request_of(lazy._held, retain_graph))
+        except BaseException as error:
+            if isinstance(error, Exception) and is_out_of_memory(error):
+                note_failure(error)
+                self._run_smaller(lazy._value, noted, retain_graph)
+                return
+            if lazy._held is None:
+                give_up(collect([lazy._value], []).nodes)
+            raise
+        finally:
+            place.num_runs -= 1
+        noted.num_calls += len(run.calls)
+        events.count_all(run.counts)
+        self._recorder.new_epoch()
+
+    def _run_smaller(self, value: Value, noted: Step, retain_graph: bool | None) -> None:
+        """Memory ran out in a prepared run: from now on there is a decision."""
+        request = None if retain_graph is None else request_of(value, retain_graph)
+        with self._serving():
+            task = self.task([value], request)
+            assert task is not None
+            self._run(task, noted, () if request is None else given_seeds(request), failed=True)
 
     def _run(self, task: Task, noted: Step, seeds: Given = (), failed: bool = False) -> None:
         run = lambda decision: self._carry_out(task, decision, noted, seeds)  # noqa: E731

@@ -26,13 +26,19 @@ class few_frames:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not wants_all_frames():
-            error.__traceback__ = trimmed(traceback)
+        if isinstance(error, Exception):
+            shorten(error.with_traceback(traceback))
 
 
 def wants_all_frames() -> bool:
     """Whether the user asked to see koila's own frames."""
     return os.environ.get(VARIABLE) == "full"
+
+
+def shorten(error: Exception) -> None:
+    """Let an error leave with few frames."""
+    if not wants_all_frames():
+        error.__traceback__ = trimmed(error.__traceback__)
 
 
 def trimmed(traceback: TracebackType | None) -> TracebackType | None:

@@ -6,9 +6,9 @@ that its results belong to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -146,7 +146,7 @@ class _Making:
             self._leave_out_other_budgets()
         if budget is None:
             budget = current_budget(given)
-        self.budget = resolved(budget, self.everything, self.devices)
+        self.budget = resolved(budget, partial(rough_bytes, self.everything), self.devices)
 
     def _leave_out_other_budgets(self) -> None:
         """Programs that share nothing with what is asked for and have another budget wait for their own run."""
@@ -333,11 +333,11 @@ def devices_of(graph: Graph) -> tuple[torch.device, ...]:
 # Budgets as bytes.
 
 
-def resolved(budget: Budget, graph: Graph, devices: Sequence[torch.device]) -> Budget:
-    """The budget as a chunk size, as bytes that a run may allocate now, or as no limit."""
+def resolved(budget: Budget, rough: Callable[[], int], devices: Sequence[torch.device]) -> Budget:
+    """The budget as a chunk size, as bytes that a run may allocate now, or as no limit; `rough` as `rough_bytes`."""
     if budget.chunk_size is not None:
         return budget
-    limits = [_limit(budget, graph, device) for device in devices]
+    limits = [_limit(budget, rough, device) for device in devices]
     limit = min((each for each in limits if each is not None), default=None)
     is_share = budget.has_shares and devices[0].type != "cpu"
     if limit is not None and (budget.is_default or budget.total_bytes is not None or is_share):
@@ -350,19 +350,23 @@ def resolved(budget: Budget, graph: Graph, devices: Sequence[torch.device]) -> B
     )
 
 
-def _limit(budget: Budget, graph: Graph, device: torch.device) -> int | None:
+def _limit(budget: Budget, rough: Callable[[], int], device: torch.device) -> int | None:
     """The bytes that a run may allocate now on a device."""
     on = None if device.type == "cpu" else device
-    limit = _default_limit(budget, graph, on) if budget.is_default else budget.limit(on)
+    limit = _default_limit(budget, rough(), on) if budget.is_default else budget.limit(on)
     if limit is not None and budget.total_bytes is not None and not is_here(device):
         limit -= rules_for(device.type).context_bytes
     return limit
 
 
-def _default_limit(budget: Budget, graph: Graph, device: torch.device | None) -> int | None:
-    """What is free, if a program could need more than that: all that it makes, twice, and its gradients."""
+def rough_bytes(graph: Graph) -> int:
+    """More than a program needs: all that it makes, twice, and its gradients."""
     made = sum(output.prepass.num_bytes for node in graph.nodes for output in node.inference.outputs)
-    rough = 2 * made + leaf_bytes(leaf for leaf in graph.leaves if leaf.requires_grad)
+    return 2 * made + leaf_bytes(leaf for leaf in graph.leaves if leaf.requires_grad)
+
+
+def _default_limit(budget: Budget, rough: int, device: torch.device | None) -> int | None:
+    """What is free, if a program could need more than that."""
     if rough <= LARGE_BYTES:
         return None
     free = default_bytes(budget.reserved_bytes, device)

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from koila import events
@@ -25,37 +25,38 @@ from koila.planning.tracker import WorkspaceTracker
 class Step:
     """One step on its way."""
 
+    decision: Decision | None = None
+    phase_seconds: tuple[float, ...] = ()
+    num_failures = 0
+    """How often memory ran out."""
+    fallbacks: tuple[str, ...] = ()
+    num_calls = 0
+    continues = follows = False
+    is_empty = True
+    """Whether nothing ran."""
+
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.traced, self.planned = events.spent_seconds("trace_seconds"), events.spent_seconds("plan_seconds")
-        self.decision: Decision | None = None
-        self.phase_seconds: tuple[float, ...] = ()
-        self.num_failures = 0
-        """How often memory ran out."""
-        self.fallbacks: list[str] = []
-        self.num_calls = 0
-        self.continues = self.follows = False
-        self.is_empty = True
-        """Whether nothing ran."""
 
     def tries(self, decision: Decision) -> None:
         """A decision is tried."""
         self.decision, self.is_empty = decision, False
         if decision.fallback is not None:
-            self.fallbacks.append(decision.fallback)
+            self.fallbacks = (*self.fallbacks, decision.fallback)
 
     def end(self, measured_bytes: int | None, scopes: tuple[Any, ...]) -> events.StepEnd:
         """What was noted."""
         return events.StepEnd(
             self.decision, time.perf_counter() - self.started, events.spent_seconds("trace_seconds") - self.traced,
             events.spent_seconds("plan_seconds") - self.planned, self.phase_seconds, measured_bytes,
-            self.num_failures, tuple(self.fallbacks), self.num_calls, self.continues, self.follows, scopes,
+            self.num_failures, self.fallbacks, self.num_calls, self.continues, self.follows, scopes,
         )  # fmt: skip
 
 
 class _Last(threading.local):
     def __init__(self) -> None:
-        self.values: weakref.WeakSet[Value] = weakref.WeakSet()
+        self.values: list[weakref.ref[Value]] = []
         """The values that the last step of this thread bound."""
 
 
@@ -64,25 +65,34 @@ _steps = Scopes[Step]("steps")
 _measures = Scopes[Any]("measures")
 
 
-@contextmanager
-def step() -> Iterator[Step]:
+class step:
     """A scope for one step; a step within a step (a hook that forces a value) is part of it."""
-    outer = _steps.innermost
-    if outer is not None:
-        yield outer
-        return
-    scopes, found = _measures.all, Step()
-    tracker, counters = (WorkspaceTracker(), DeviceCounters()) if scopes else (None, None)
-    try:
-        with _steps.inside(found), tracker or nullcontext():
-            yield found
-    finally:
-        if not found.is_empty:
-            events.spend("run_seconds", time.perf_counter() - found.started)
-            on_devices = 0 if counters is None else counters.peak_bytes()
-            measured = on_devices or (None if tracker is None else tracker.peak_bytes)
-            _learn(found, measured)
-            events.emit(found.end(measured, scopes))
+
+    def __enter__(self) -> Step:
+        self._outer = _steps.innermost
+        if self._outer is not None:
+            return self._outer
+        self._scopes = _measures.all
+        self._step = Step()
+        self._tracker = WorkspaceTracker() if self._scopes else None
+        self._counters = DeviceCounters() if self._scopes else None
+        _steps.enter(self._step)
+        if self._tracker is not None:
+            self._tracker.__enter__()
+        return self._step
+
+    def __exit__(self, *error: Any) -> None:
+        if self._outer is not None:
+            return
+        if self._tracker is not None:
+            self._tracker.__exit__(*error)
+        _steps.leave()
+        if not self._step.is_empty:
+            events.spend("run_seconds", time.perf_counter() - self._step.started)
+            on_devices = 0 if self._counters is None else self._counters.peak_bytes()
+            measured = on_devices or (None if self._tracker is None else self._tracker.peak_bytes)
+            _learn(self._step, measured)
+            events.emit(self._step.end(measured, self._scopes))
 
 
 def memory_ran_out() -> None:
@@ -101,12 +111,13 @@ def measuring(scope: Any) -> Iterator[None]:
 
 def remember(values: Iterable[Value]) -> None:
     """These values were bound by the step that goes on."""
-    _last.values = weakref.WeakSet(values)
+    _last.values = [weakref.ref(value) for value in values]
 
 
 def was_bound_last(values: Iterable[Value]) -> bool:
     """Whether one of the values was bound by the step before."""
-    return bool(_last.values) and any(value in _last.values for value in values)
+    bound = [value for reference in _last.values if (value := reference()) is not None]
+    return bool(bound) and not set(bound).isdisjoint(values)
 
 
 def _learn(step: Step, measured_bytes: int | None) -> None:

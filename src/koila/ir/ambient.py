@@ -124,16 +124,32 @@ def without_autocast() -> ExitStack:
 
 
 _contexts: dict[tuple[Any, ...], Context] = {}
+_last: tuple[tuple[Any, ...], Context] | None = None
+"""The state without autocast that was read last, and its context: mostly the next call has the same."""
 
 
 def current_context() -> Context:
     """The ambient state now; equal states are the same object."""
-    autocast = tuple(
+    global _last
+    state = (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _in_region(), torch.get_default_dtype(),
+        torch.is_anomaly_enabled(), read_switches(), _stream(),
+    )  # fmt: skip
+    if is_any_autocast_enabled():
+        return _context(state, _autocast())
+    last = _last
+    if last is None or last[0] != state:
+        last = _last = state, _context(state, ())
+    return last[1]
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype, bool], ...]:
+    return tuple(
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in _autocast_devices()
     )
-    key = (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, _in_region(),
-        torch.get_default_dtype(), torch.is_anomaly_enabled(), read_switches(), _stream(),
-    )  # fmt: skip
+
+
+def _context(state: tuple[Any, ...], autocast: tuple[tuple[str, torch.dtype, bool], ...]) -> Context:
+    key = (*state[:2], autocast, *state[2:])
     found = _contexts.get(key)
     return found if found is not None else _contexts.setdefault(key, Context(*key))

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
 _INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_internal_code: dict[CodeType, bool] = {}
 MAX_CODES = 10_000
 """How many code objects are remembered, so that generated code does not stay alive for good."""
+
+
+_internal: dict[int, CodeType] = {}
+"""Code that was seen and belongs to torch or koila, by identity: the hash of a code object takes up to two µs."""
+_external: dict[int, CodeType] = {}
+"""Code that was seen and is the user's."""
 
 
 class Site:
@@ -56,17 +61,26 @@ class Site:
 
 
 def _is_internal(code: CodeType) -> bool:
-    known = _internal_code.get(code)
-    if known is None:
-        if len(_internal_code) >= MAX_CODES:
-            _internal_code.clear()
-        known = _internal_code[code] = code.co_filename.startswith((*_INTERNAL, "<"))
-    return known
+    if id(code) in _external:
+        return False
+    found = code.co_filename.startswith((*_INTERNAL, "<"))
+    known = _internal if found else _external
+    if len(known) >= MAX_CODES:
+        known.clear()
+    known[id(code)] = code
+    return found
+
+
+def user_frame(frame: FrameType) -> FrameType:
+    """The innermost frame outside torch and koila, from a frame outwards; the outermost if there is none."""
+    while id(frame.f_code) in _internal or _is_internal(frame.f_code):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame
 
 
 def user_site() -> Site:
     """The innermost frame outside torch and koila."""
-    frame = sys._getframe(1)
-    while _internal_code.get(frame.f_code, True) and _is_internal(frame.f_code) and frame.f_back is not None:
-        frame = frame.f_back
+    frame = user_frame(sys._getframe(1))
     return Site(frame.f_code, frame.f_lasti)

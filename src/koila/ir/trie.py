@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import cast
+from typing import Any, cast
 
 from koila import events
 from koila.ir.cache import register
@@ -22,7 +22,21 @@ from koila.ir.prepass import Inference
 class TrieNode:
     """One recorded call, after the calls on the way from the root."""
 
-    __slots__ = ("hits", "inference", "key", "numbers", "parent", "successors", "used")
+    __slots__ = (
+        "depth",
+        "followers",
+        "hits",
+        "inference",
+        "is_learned",
+        "key",
+        "numbers",
+        "parent",
+        "runs",
+        "successors",
+        "template",
+        "used",
+        "uses",
+    )
 
     def __init__(self, inference: Inference | None, parent: TrieNode | None = None, key: Hashable = None) -> None:
         self.inference = inference
@@ -30,12 +44,24 @@ class TrieNode:
         """The call before it; None for the root, and for a node that was forgotten."""
         self.key = key
         """Its name among the successors of `parent`."""
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        """How many calls a program has made when it is here."""
         self.numbers: tuple[float, ...] = ()
         """The numbers among its arguments for which the inference holds: they may vary, and the program goes on."""
         self.successors: dict[Hashable, TrieNode] = {}
         self.hits = 0
         self.used = 0
         """The program (by number) that went through it last."""
+        self.template: Any = None
+        """How the call is recognised when it comes again; see `koila.capture.template`."""
+        self.is_learned = False
+        """Whether a template was looked for; a call may have none."""
+        self.followers: dict[Any, tuple[TrieNode, ...]] = {}
+        """Successors that have a template, by their function."""
+        self.uses: tuple[int, ...] | None = None
+        """How often each value of a program that ends here is an operand of it; None if nobody has asked."""
+        self.runs: dict[Hashable, Any] = {}
+        """How programs that end here run, by what is asked of them; see `koila.execution.prepared`."""
 
 
 class TrieCache:
@@ -87,6 +113,31 @@ class TrieCache:
         events.count("trie::hit")
         return successor.inference
 
+    def follow(self, node: TrieNode) -> None:
+        """Go to a successor of the current node, whose template has matched."""
+        node.hits += 1
+        node.used = self._program
+        self.current = node
+
+    def learn(self, node: TrieNode, func: Any, template: Any) -> None:
+        """The call of a node is recognised by this template from now on; by none if it is None."""
+        node.is_learned = True
+        if template is not None and node.parent is not None:
+            node.template = template
+            node.parent.followers[func] = (*node.parent.followers.get(func, ()), node)
+
+    def _unlearn(self, node: TrieNode) -> None:
+        node.is_learned = False
+        if node.template is not None and node.parent is not None:
+            func = node.template.func
+            node.template = None
+            node.parent.followers[func] = tuple(each for each in node.parent.followers[func] if each is not node)
+
+    def leave(self) -> None:
+        """Something was recorded that has no place here: until the next program, nothing is known."""
+        self._note_end()
+        self.current = None
+
     def insert(self, key: Hashable, inference: Inference, numbers: tuple[float, ...] = ()) -> TrieNode | None:
         """Add the call behind the current node and go there; None if the program is not in the trie."""
         while self.current is not None and self.num_nodes >= self.max_nodes:
@@ -100,6 +151,7 @@ class TrieCache:
                 self._forget_below(min(current.successors.values(), key=lambda node: node.used))
             node = current.successors[key] = TrieNode(inference, current, key)
             self.num_nodes += 1
+        self._unlearn(node)
         node.inference, node.numbers, node.used = inference, numbers, self._program
         self.current = node
         return node
@@ -108,6 +160,7 @@ class TrieCache:
         """Forget every program; one that is being recorded leaves the trie."""
         self.current = self.root if self.current is self.root else None
         self.root.successors = {}
+        self.root.followers = {}
         self._ends.clear()
         self.num_nodes = 0
 
@@ -139,6 +192,7 @@ class TrieCache:
     def _remove(self, node: TrieNode) -> TrieNode:
         """Take a node from its parent, and give the parent."""
         parent = cast(TrieNode, node.parent)
+        self._unlearn(node)
         del parent.successors[node.key]
         node.parent = None
         self.num_nodes -= 1

@@ -318,6 +318,14 @@ def _store(cache: Cache[Decision], job: Job, decision: Decision) -> None:
     cache.add(job.key if joint is None or holds else (job.key, joint.pinned_in(job.graph)), decision)
 
 
+_changes: list[int] = [0]
+
+
+def num_changes() -> int:
+    """How often decisions in force were replaced or forgotten."""
+    return _changes[0]
+
+
 def any_forced() -> bool:
     """Whether any decision was replaced because memory ran out."""
     return len(_forced) > 0
@@ -325,11 +333,13 @@ def any_forced() -> bool:
 
 def put_in_force(job: Job, decision: Decision) -> None:
     """From the next step on, a job like this one runs by this decision."""
+    _changes[0] += 1
     _store(_forced, job, decision)
 
 
 def forget_decisions() -> None:
     """Decide anew: the rules or the calibration have changed."""
+    _changes[0] += 1
     _decisions.clear()
     _forced.clear()
     _tries.clear()

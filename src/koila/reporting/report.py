@@ -200,28 +200,72 @@ def _joined(first: Report, second: Report) -> Report:
     )  # fmt: skip
 
 
+_Ends = tuple[events.StepEnd, ...]
+"""The ends of a step and of those that continue it."""
+
+
+def _report_of(ends: _Ends) -> Report:
+    found, *others = map(_report, ends)
+    for other in others:
+        found = _joined(found, other)
+    return found
+
+
+def _holds_plan(end: events.StepEnd) -> bool:
+    return end.decision is not None and end.decision.plan is not None
+
+
 class Reports:
-    """The last reports, oldest first; a listener of the engine's steps."""
+    """The last reports, oldest first; a listener of the engine's steps.
+
+    A report is made when somebody reads it, or at once where that would keep a plan alive until then.
+    """
 
     def __init__(self) -> None:
-        self.all: deque[Report] = deque(maxlen=NUM_REPORTS)
-        self.last = Report()
-        """The last step that a person would call a run: not the reading of an accuracy after it."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._steps: deque[_Ends | Report] = deque(maxlen=NUM_REPORTS)
+        self._last: _Ends | Report = Report()
+        self._num_calls = 0
+        """The calls of the last step that is a run of its own."""
         self._decision: Decision | None = None
         """That step's; it is kept so that the last report can be drawn."""
 
+    @property
+    def all(self) -> list[Report]:
+        """The last reports, oldest first."""
+        return [_made(step) for step in self._steps]
+
+    @property
+    def last(self) -> Report:
+        """The last step that a person would call a run: not the reading of an accuracy after it."""
+        return _made(self._last)
+
     def __call__(self, event: events.Event) -> None:
-        if not isinstance(event, events.StepEnd):
+        if type(event) is not events.StepEnd:
             return
-        report = _report(event)
-        joins = event.continues and bool(self.all)
+        step: _Ends | Report = _report(event) if _holds_plan(event) else (event,)
+        num_calls = event.num_calls
+        joins = event.continues and bool(self._steps)
         if joins:
-            report = _joined(self.all.pop(), report)
-        self.all.append(report)
-        if not event.follows or report.num_calls * MINOR_SHARE >= self.last.num_calls:
-            self.last, self._decision = report, event.decision or self._decision
+            before = self._steps.pop()
+            if isinstance(before, tuple) and isinstance(step, tuple):
+                step = (*before, event)
+            else:
+                step = _joined(_made(before), _made(step))
+            num_calls = _made(step).num_calls
+        self._steps.append(step)
+        if not event.follows or num_calls * MINOR_SHARE >= self._num_calls:
+            self._last, self._num_calls = step, num_calls
+            self._decision = event.decision or self._decision
         for scope in event.scopes:
-            scope.add(report, joins)
+            scope.add(_made(step), joins)
+
+
+def _made(step: _Ends | Report) -> Report:
+    return step if isinstance(step, Report) else _report_of(step)
 
 
 reports = Reports()

@@ -184,7 +184,7 @@ def test_a_program_that_is_longer_than_the_trie_leaves_it() -> None:
 
 
 def test_a_program_whose_beginning_was_forgotten_is_not_continued_at_the_root() -> None:
-    trie = recorder.place.trie
+    trie = recorder.log.trie
     recorder.new_epoch()
     long, short = torch.randn(3, 5), torch.randn(7, 2)
     first = torch.relu(koila.lazy(long))

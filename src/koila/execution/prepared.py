@@ -1,0 +1,236 @@
+"""Prepared runs: a program that ran whole before, and is asked for the same again, runs without being looked at.
+
+*Takes* the log of a thread whose entries are a known program, and what is asked of it. *Gives* the calls to make and
+the results to bind, as the ordinary run of the same program found them: which calls lead to something, what is needed
+afterwards, when each value dies, how it was decided. Nothing here decides; a run is prepared by watching one.
+
+A prepared run is used while all that the ordinary one looked at is the same: the path through the trie (so calls,
+layouts, aliases), what is asked for, which results the user holds, the budget, what a run must copy to be taken back,
+and that inputs are as they were when their calls were recorded (Rule 5). Else the program gets nodes and runs as usual.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from koila._budget import current_budget, is_any_named, last_closed
+from koila._torch import has_modes, is_dispatch_ordinary, saved_tensors_hooks
+from koila._torch.dynamo import in_compiled_code
+from koila._torch.transforms import active_transform
+from koila.capture.log import Entry, Log, held_numbers
+from koila.capture.template import BOUND, REAL
+from koila.execution.commit import leaves_behind
+from koila.execution.jobs import LARGE_BYTES, Task, resolved, rough_bytes
+from koila.ir.ambient import Context
+from koila.ir.node import Node, Value, function_name
+from koila.ir.trie import TrieNode
+from koila.planning.decide import Decision, any_forced, num_changes
+from koila.planning.whole_peak import leaf_bytes
+
+MAX_RUNS = 8
+"""So many demands are remembered for a program."""
+Place = tuple[int, int]
+"""An entry, and a place among what it captured."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PreparedCall:
+    """One call of a prepared run."""
+
+    entry: int
+    dying: tuple[int, ...]
+    """Values, by number, that nobody needs after it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PreparedRun:
+    """How a known program runs."""
+
+    calls: tuple[PreparedCall, ...]
+    needed: tuple[int, ...]
+    """The numbers of values that are bound afterwards."""
+    places: tuple[tuple[int, int], ...]
+    """(entry, which result of the entry) of each value of the program."""
+    required: frozenset[int]
+    """Entries that must succeed; whoever asks for the results of another one sees its error."""
+    written: tuple[Place, ...]
+    """Running statistics that it writes to."""
+    bound: tuple[Place, ...]
+    """Inputs that are values."""
+    reals: tuple[Place, ...]
+    """All inputs, as tensors."""
+    context: Context
+    """The ambient state of all of its calls."""
+    decision: Decision
+    is_plain: bool
+    """Whether nobody had to decide."""
+    copied_bytes: int
+    rough_bytes: int
+    """More than it may need; see `koila.execution.jobs`."""
+    devices: tuple[torch.device, ...]
+    num_changes: int
+    """How often decisions had been changed when it was prepared."""
+    counts: Counter[str]
+    """What is counted when it has run."""
+
+    def applies(self, entries: Sequence[Entry], given: int | None, is_backward: bool) -> bool:
+        """Whether the program in these entries, with this budget of its inputs, may run like this."""
+        for call in self.calls:
+            entry = entries[call.entry]
+            if not entry.template.is_fresh(entry.captured):
+                return False
+        if not self._is_within(given):
+            return False
+        if self.decision.budget.is_default:
+            scope = last_closed()  # What was recorded in a scope that is closed by now is warned of.
+            return scope is None or entries[0].sequence > scope.closed
+        return self._is_copied_alike(entries, self.changing(entries) if is_backward else ())
+
+    def given_bytes(self, entries: Sequence[Entry]) -> int | None:
+        """The smallest byte budget that an input was given."""
+        smallest: int | None = None
+        for entry, place in self.bound:
+            budget = entries[entry].captured[place].budget
+            if budget is not None and (smallest is None or budget < smallest):
+                smallest = budget
+        return smallest
+
+    def _is_within(self, given: int | None) -> bool:
+        """Whether the budget in force is the one that it was prepared for."""
+        budget = self.decision.budget
+        if given is None and self.rough_bytes <= LARGE_BYTES and not is_any_named():
+            return budget.is_default and budget.allowed_bytes is None
+        now = resolved(current_budget([] if given is None else [given]), lambda: self.rough_bytes, self.devices)
+        return now == budget and self.num_changes == num_changes()
+
+    def _is_copied_alike(self, entries: Sequence[Entry], changing: Sequence[torch.Tensor]) -> bool:
+        """Whether a run must copy as much, to be taken back, as when the budget was found to be enough."""
+        if self.decision.budget.allowed_bytes is None:
+            return True  # Nobody counts.
+        copied = 2 * leaf_bytes(self.written_tensors(entries))
+        return self.copied_bytes == copied + leaf_bytes(t for t in changing if t.grad is not None)
+
+    def written_tensors(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
+        """Running statistics that it writes to."""
+        found = (entries[entry].captured[place] for entry, place in self.written)
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    def changing(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
+        """Tensors whose `.grad` a backward pass may change."""
+        reals = (entries[entry].captured[place] for entry, place in self.reals)
+        inputs = {id(real): real for real in reals if real.requires_grad}.values()
+        made = [real for real in inputs if not real.is_leaf]
+        return [real for real in inputs if real.is_leaf] + (leaves_behind(made) if made else [])
+
+
+class Question:
+    """What is asked of the program in a log: a value, with or without a backward pass."""
+
+    def __init__(self, log: Log, lazy: Any, backward: bool) -> None:
+        assert log.trie.current is not None
+        self.node: TrieNode = log.trie.current
+        self.is_backward = backward
+        self.key: Hashable = (backward, lazy._name - log.base, held_numbers(log, lazy))
+        self.run: PreparedRun | None = self.node.runs.get(self.key)
+        """How it ran before; None if it is not prepared."""
+        self._epoch = log.epoch
+        self._entries: dict[int, int] = {}
+        self._templates: list[Any] = []
+
+    def watch(self, entries: Sequence[Entry]) -> None:
+        """The program gets nodes and runs as usual: it will be told by these entries what ran."""
+        self._entries = {entry.sequence: number for number, entry in enumerate(entries)}
+        self._templates = [entry.template for entry in entries]
+
+    def learn(self, task: Task, decision: Decision, required: set[Node]) -> None:
+        """The ordinary run of the same program has succeeded, whole; from now on it is prepared.
+
+        Args:
+            task: What ran.
+            decision: How it was decided.
+            required: The calls that had to succeed.
+        """
+        if len(self.node.runs) >= MAX_RUNS:
+            self.node.runs.clear()
+        found = self._prepared(task, decision, required)
+        if found is not None:
+            self.node.runs[self.key] = found
+
+    def _prepared(self, task: Task, decision: Decision, required: set[Node]) -> PreparedRun | None:
+        graph, job = task.whole.graph, task.job
+        order = [self._entries.get(node.sequence) for node in graph.nodes]
+        contexts = {node.context for node in graph.nodes}
+        needed = [self._number(value) for value in task.whole.needed]
+        if None in order or None in needed or len(contexts) != 1 or decision.fallback is not None:
+            return None
+        if job.history != (0, 0) or any(context.anomaly for context in contexts):
+            return None
+        entries = [entry for entry in order if entry is not None]
+        numbers = sorted(number for number in needed if number is not None)
+        return PreparedRun(
+            self._calls(entries, set(numbers)), tuple(numbers), self._places(),
+            frozenset(n for n, node in zip(entries, graph.nodes, strict=True) if node in required),
+            tuple(self._written(entries)), tuple(self._inputs(entries, {BOUND: 0})),
+            tuple(self._inputs(entries, {BOUND: 1, REAL: 0})), contexts.pop(), decision, task.is_plain,
+            job.copied_bytes, rough_bytes(graph), job.devices, num_changes(), self._counts(entries),
+        )  # fmt: skip
+
+    def _calls(self, entries: Sequence[int], needed: set[int]) -> tuple[PreparedCall, ...]:
+        seen, calls = set(needed), list[PreparedCall]()
+        for entry in reversed(entries):
+            template = self._templates[entry]
+            results = range(template.first, template.first + len(template.makers))
+            fresh = {number for number in (*template.positions, *results) if number >= 0 and number not in seen}
+            seen |= fresh
+            calls.append(PreparedCall(entry, tuple(sorted(fresh))))
+        return tuple(reversed(calls))
+
+    def _number(self, value: Value) -> int | None:
+        """The number of a value that must be bound; None if it is not of this program, or kept on purpose."""
+        epoch, number = value.position
+        return number if epoch == self._epoch and not value.keep else None
+
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        found: list[tuple[int, int]] = []
+        for entry, template in enumerate(self._templates):
+            found += [(entry, index) for index in range(len(template.makers))]
+        return tuple(found)
+
+    def _written(self, entries: Sequence[int]) -> Iterable[Place]:
+        for entry in entries:
+            template = self._templates[entry]
+            yield from ((entry, template.operands[index][1]) for index in template.inference.hidden_writes)
+
+    def _inputs(self, entries: Sequence[int], offsets: dict[int, int]) -> Iterable[Place]:
+        for entry in entries:
+            for kind, place in self._templates[entry].operands:
+                if kind in offsets:
+                    yield entry, place + offsets[kind]
+
+    def _counts(self, entries: Sequence[int]) -> Counter[str]:
+        made = Counter("executed::" + function_name(self._templates[entry].func) for entry in entries)
+        recorded = Counter("lazy::" + function_name(template.func) for template in self._templates)
+        others = {
+            "nodes_executed": len(entries),
+            "runs": 1,
+            "runs::whole": 1,
+            "prepared runs": 1,
+            "trie::hit": len(self._templates),
+        }
+        return made + recorded + Counter(others)
+
+
+def question_of(log: Log, lazy: Any, backward: bool) -> Question | None:
+    """What is asked of the program in a log; None if it must be looked at in any case."""
+    if lazy._log is not log or not log.is_whole or any_forced():
+        return None
+    if active_transform() is not None or saved_tensors_hooks(True) is not None or in_compiled_code():
+        return None
+    if torch.is_inference_mode_enabled() or has_modes() or not is_dispatch_ordinary():
+        return None
+    return Question(log, lazy, backward)
