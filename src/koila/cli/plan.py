@@ -20,6 +20,7 @@ from koila.cli.files import file_ending_in
 from koila.cli.run import add_script_arguments, lazy_inputs, refused
 from koila.cli.script import run_script
 from koila.errors import BudgetError
+from koila.execution.engine import request_of
 from koila.interfaces import Realizer
 from koila.ir.source import user_site
 from koila.reporting.explain import Explanation
@@ -55,6 +56,10 @@ class _UpToBackward:
     def backward(self, request: BackwardRequest) -> None:
         """Explain the pass instead of running it."""
         raise Planned(str(user_site()), explain_request(request))
+
+    def backward_from(self, lazy: Any, retain_graph: bool) -> None:
+        """The same, from one scalar."""
+        self.backward(request_of(lazy._value, retain_graph))
 
 
 @contextmanager
