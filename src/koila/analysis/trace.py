@@ -85,6 +85,11 @@ class Traced:
         for name, value in constants.items():
             setattr(self, name, value)
 
+    def __del__(self) -> None:
+        """Take the graph apart: its nodes hold each other, and would wait for a full collection, which is rare."""
+        for node in reversed(list(self.graph.nodes)):
+            self.graph.erase_node(node)
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -105,6 +110,8 @@ class Joint:
     """The leaves of `wrt` in the order in which autograd completes their gradients: the order of hooks on them."""
     shares_memory: bool = False
     """Whether a call writes beside what it reads in the same memory: at other sizes it may be the same elements."""
+    is_built: bool = False
+    """Whether formulas gave it (`koila.analysis.family`), not a trace."""
 
     def pinned_in(self, graph: Graph) -> tuple[float, ...]:
         """The numbers that a graph of this structure has in the places of the pinned ones."""

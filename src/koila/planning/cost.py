@@ -41,11 +41,15 @@ def call_seconds(target: Any, args: Any, kwargs: Any, result: Any) -> float:
         return VIEW_SECONDS
     if target is slice_whole:
         args = ()  # It reads no more than it gives.
-    found = CALL + tree_bytes((args, kwargs, result)) / _bytes_per_second(target)
-    found += large_bytes(result) / FRESH
+    found = moving_seconds(target, tree_bytes((args, kwargs, result)), large_bytes(result))
     if overload and (flops := _flops(target, args, kwargs, result)):
         found += flops / _first(FLOPS, str(target))
     return found
+
+
+def moving_seconds(target: Any, num_bytes: int, num_fresh: int) -> float:
+    """The expected time of a call that reads and writes so many bytes, some of them fresh, and computes little."""
+    return CALL + num_bytes / _bytes_per_second(target) + num_fresh / FRESH
 
 
 def tree_bytes(tree: Any) -> int:

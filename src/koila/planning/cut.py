@@ -64,7 +64,8 @@ class Cutter:
     def chunks(self, wanted: Wanted, chunk_size: int) -> Cut:
         """The plan for a chunk size, as the program has it; no lever is pulled."""
         started = time.perf_counter()
-        facts = self.program.facts(wanted)
+        with without_collection():
+            facts = self.program.facts(wanted)
         if not facts.is_split:
             raise NotSplittable("nothing in it can be cut along the batch")
         try:

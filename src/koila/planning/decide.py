@@ -230,18 +230,22 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
 # The decisions in force.
 
 
-MAX_STEPS = 20_000
-"""Decisions are kept as long as their plans have fewer steps in all; a step takes about two KiB."""
+MAX_STEPS = 5_000
+"""Decisions are kept as long as their plans and joint graphs have fewer steps and nodes in all; each takes about 1.7
+KiB."""
+ALWAYS = 4
+"""So many are kept in any case: the programs of a loop, with its evaluation and its short last batches."""
 
 
 def _num_steps(decision: Decision) -> int:
-    # The largest plan alone is kept, too.
-    steps = 0 if decision.plan is None else sum(len(schedule.steps) for schedule in decision.plan.schedules)
-    return min(MAX_STEPS, 1 + steps)
+    if decision.plan is None:
+        return 1
+    nodes = len(decision.plan.facts.joint.module.graph.nodes)
+    return nodes + sum(len(schedule.steps) for schedule in decision.plan.schedules)
 
 
-_decisions: Cache[Decision] = Cache("decision_cache", MAX_STEPS, _num_steps)
-_forced: Cache[Decision] = Cache("forced_decisions", MAX_STEPS, _num_steps)
+_decisions: Cache[Decision] = Cache("decision_cache", MAX_STEPS, _num_steps, ALWAYS)
+_forced: Cache[Decision] = Cache("forced_decisions", MAX_STEPS, _num_steps, ALWAYS)
 """Decisions that replaced one that ran out of memory."""
 _tries: Cache[int] = Cache("decision_tries", 256)
 """How often a decision was made that an error of the moment may have caused."""
