@@ -24,6 +24,7 @@ from koila._torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    dissolve,
     get_proxy_mode,
     graph_root,
     make_fx,
@@ -86,9 +87,7 @@ class Traced:
             setattr(self, name, value)
 
     def __del__(self) -> None:
-        """Take the graph apart: its nodes hold each other, and would wait for a full collection, which is rare."""
-        for node in reversed(list(self.graph.nodes)):
-            self.graph.erase_node(node)
+        dissolve(self.graph)  # Whoever reads its nodes holds the joint graph, and so this.
 
 
 @dataclass(frozen=True)
