@@ -16,7 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import koila
-from benchmarks.sizes import PROGRAMS, SIZES
+from benchmarks.sizes import PROGRAMS, SIZES, tokens
+from koila.analysis import program
+from koila.analysis.trace import Joint, trace
+from koila.ir.graph import Graph
+from koila.ir.job import Demand
+from koila.ir.numbers import structure_of
 
 SOME = SIZES if "KOILA_NIGHTLY" in os.environ else ((8, 20), (8, 27), (6, 23), (8, 31), (13, 13), (8, 1), (3, 37))
 WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -184,3 +189,28 @@ def test_loops_stay_in_the_steady_state(kind: str) -> None:
             plain.zero_grad()
         traces.append(int(koila.metrics.counter_value("traces")))
     assert traces[0] > 0 and sum(traces[1:]) == 0, traces
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_one_trace_for_each_structure_and_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mask utilities of transformers ask for bools in the middle of a step: whether anything is padded, say."""
+    model, _ = PROGRAMS[name]()
+    traced: list[Any] = []
+
+    def noted(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:
+        traced.append((structure_of(graph), demand))
+        return trace(graph, demand, whole_norms)
+
+    monkeypatch.setattr(program, "trace", noted)
+    numbers = []
+    for step in range(8):
+        text = tokens(8, 20, 211)
+        mask = torch.ones_like(text)
+        mask[:, 17:] = step % 2
+        with koila.budget(chunk_size=3):
+            ids, labels, lazy_mask = koila.lazy(text, text.clone(), mask)
+            model(input_ids=ids, labels=labels, attention_mask=lazy_mask).loss.backward()
+        model.zero_grad()
+        numbers.append(len(traced))
+    assert len(traced) == len(set(traced)), "a structure was traced twice"
+    assert numbers[2:] == [numbers[1]] * 6, "a trace after both answers were known"

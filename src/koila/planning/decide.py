@@ -263,8 +263,7 @@ def decision_for(job: Job) -> Decision:
         return decide(job)  # Nothing to choose, and nothing to remember.
     found = _look_up(_decisions, job)
     if found is None:
-        with events.waiting(f"looking for a plan for {len(job.graph.nodes)} calls"):
-            found = decide(replace(job, carried=_carried(job)))
+        found = _decided(job)
         _carry(job, found)
         tries = (_tries.get(job.key) or 0) + 1
         if found.is_final or tries >= _TRIES:
@@ -272,6 +271,31 @@ def decision_for(job: Job) -> Decision:
         else:
             _tries.add(job.key, tries)
     return found
+
+
+_refusals: Cache[BudgetError] = Cache("refusal_cache", 64)
+"""By job, why it was refused: a job that is asked for again is not searched again."""
+
+
+def _decided(job: Job) -> Decision:
+    known = _refusals.get(job.key)
+    if known is not None:
+        events.count("plan::refused again")
+        raise _without_frames(known)
+    try:
+        with events.waiting(f"looking for a plan for {len(job.graph.nodes)} calls"):
+            return decide(replace(job, carried=_carried(job)))
+    except BudgetError as error:
+        _refusals.add(job.key, _without_frames(error))
+        raise
+
+
+def _without_frames(error: BudgetError) -> BudgetError:
+    """The same error; frames hold the tensors of whoever asked."""
+    return BudgetError(
+        error.fact, where=error.where, hint=error.hint, needed_bytes=error.needed_bytes,
+        allowed_bytes=error.allowed_bytes,
+    )  # fmt: skip
 
 
 _recipes: Cache[dict[Wanted, Recipe]] = Cache("recipe_cache", 256)
@@ -324,4 +348,5 @@ def forget_decisions() -> None:
     _decisions.clear()
     _forced.clear()
     _tries.clear()
+    _refusals.clear()
     _recipes.clear()
