@@ -144,12 +144,15 @@ class _Known:
         return sum(len(sample.joint.module.graph.nodes) for sample in self.samples)
 
     def add(self, sample: Sample) -> None:
+        """One more trace; an older one that is not like the others is left out."""
         self.samples = [*self.samples[-MAX_SAMPLES + 1 :], sample]
-        if len(self.samples) > 1:
+        self.family = None
+        for first in range(len(self.samples) - 1):
             try:
-                self.family = Family(self.samples)
+                self.family = Family(self.samples[first:])
+                self.samples = self.samples[first:]
+                break
             except NoFormula as reason:
-                self.family = None
                 events.count(f"sizes::no family: {reason}")
 
 
