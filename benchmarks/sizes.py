@@ -158,7 +158,8 @@ class Row:
 
     def __str__(self) -> str:
         times = f"{self.first:.2f} | {self.known:.3f} | {statistics.median(self.new):.3f} | {max(self.new):.2f}"
-        return f"| {self.program} | {self.way} | {times} | {self.ratio:.0%} | {self.built} | {self.traced} | {self.refused} |"
+        counts = f"{self.built} | {self.traced} | {self.refused}"
+        return f"| {self.program} | {self.way} | {times} | {self.ratio:.0%} | {counts} |"
 
 
 def measure(name: str, way: str, scope: Callable[[], AbstractContextManager[Any]], sizes: Any = SIZES) -> Row:
