@@ -3,7 +3,7 @@
 *Takes* small models (GPT, GPT-2, BERT, Llama, ResNet with batch statistics, LSTM, an encoder-decoder) and thirty sizes
 each: primes, a batch as long as its sequences, one, a short last batch, longer than ever. *Gives* a table: what the
 first step costs beyond a known one, what a step with a new size costs beyond it, how many joint graphs were built from
-formulas and how many were traced. Times are CPU time of this process.
+formulas, how many were traced, and how many sizes were refused. Times are CPU time of this process.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ class Row:
     new: list[float] = field(default_factory=list)
     built: int = 0
     traced: int = 0
+    refused: int = 0
 
     @property
     def ratio(self) -> float:
@@ -157,7 +158,8 @@ class Row:
 
     def __str__(self) -> str:
         times = f"{self.first:.2f} | {self.known:.3f} | {statistics.median(self.new):.3f} | {max(self.new):.2f}"
-        return f"| {self.program} | {self.way} | {times} | {self.ratio:.0%} | {self.built} | {self.traced} |"
+        counts = f"{self.built} | {self.traced} | {self.refused}"
+        return f"| {self.program} | {self.way} | {times} | {self.ratio:.0%} | {counts} |"
 
 
 def measure(name: str, way: str, scope: Callable[[], AbstractContextManager[Any]], sizes: Any = SIZES) -> Row:
@@ -179,7 +181,11 @@ def measure(name: str, way: str, scope: Callable[[], AbstractContextManager[Any]
     row.known = min(once(*sizes[0]) for _ in range(3))
     koila.metrics.reset()
     for number, size in enumerate(sizes[1:]):
-        seconds = once(*size)
+        try:
+            seconds = once(*size)
+        except koila.BudgetError:
+            row.refused += 1
+            continue
         if number:  # The second size makes the formulas.
             row.new.append(seconds)
     row.built, row.traced = (int(koila.metrics.counter_value(each)) for each in ("sizes::built", "traces"))
@@ -192,8 +198,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bytes", default="1500KiB", help="the byte budget")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print("| program | way | first s | known s | new s, median | new s, most | of the first | built | traced |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| program | way | first s | known s | new s, median | new s, most | of the first | built | traced | refused |"
+    )
+    print("|---" * 10 + "|")
     for name in given.only or PROGRAMS:
         print(measure(name, "chunks of 3", lambda: koila.budget(chunk_size=3)), flush=True)
         print(measure(name, given.bytes, lambda: koila.budget(given.bytes)), flush=True)

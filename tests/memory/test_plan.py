@@ -221,3 +221,16 @@ def test_a_projection_that_was_too_low_corrects_the_next_plan(monkeypatch: pytes
         assert measured[1] <= allowed and gaps[1] <= 0.1 * gaps[0]
     else:
         assert measured[1] == measured[0] and gaps[1] == gaps[0]
+
+
+def test_a_refusal_is_remembered() -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    texts = []
+    for _ in range(2):
+        koila.metrics.reset()
+        with koila.budget(1000), pytest.raises(koila.errors.BudgetError, match="at the smallest") as error:
+            (koila.lazy(torch.randn(32, 64)) @ weight).square().mean().backward()
+        texts.append(str(error.value))
+    assert texts[0] == texts[1]
+    assert koila.metrics.counter_value("plan::refused again") == 1
+    assert koila.metrics.counter_value("plans") == 0

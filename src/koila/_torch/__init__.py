@@ -218,6 +218,19 @@ get_proxy_mode = torch.fx.experimental.proxy_tensor.get_proxy_mode
 """The trace that is made now. Look at: torch/fx/experimental/proxy_tensor.py."""
 graph_root: Callable[[torch.fx.Graph], torch.fx.Node] = attrgetter("_root")
 """The ends of a graph's list of nodes: what was traced since a point. Look at: torch/fx/graph.py."""
+
+
+def dissolve(graph: torch.fx.Graph) -> None:
+    """Take a graph apart that nobody reads any more.
+
+    Its nodes hold each other, and its namespace holds them all: they would wait for a full collection, which is rare
+    where PyTorch has made millions of objects. Look at: torch/fx/graph.py.
+    """
+    for node in reversed(list(graph.nodes)):
+        graph.erase_node(node)
+    graph._graph_namespace._obj_to_name.clear()
+
+
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Sees operators as they run. Look at: torch/utils/_python_dispatch.py; everybody uses it."""
 without_modes = torch.utils._python_dispatch._disable_current_modes

@@ -260,7 +260,7 @@ class _Builder:
                 node.meta["recorded"] = template.node.meta["recorded"]
             self.nodes.append(node)
         _check_results(self.nodes[-1], like, graph)
-        return replace(like, module=Traced(made, like.module.constants))
+        return replace(like, module=Traced(made, like.module.constants), is_built=True)
 
     def _node(self, reference: _Reference) -> Any:
         return self.nodes[reference.index]

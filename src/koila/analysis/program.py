@@ -17,12 +17,12 @@ from typing import Any
 from koila import events
 from koila.analysis.family import MAX_SAMPLES, Family, Sample
 from koila.analysis.formulas import NoFormula
-from koila.analysis.split import Facts, analyse
+from koila.analysis.split import Facts, Origin, analyse
 from koila.analysis.trace import Joint, trace
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 from koila.ir.job import Demand, Wanted
-from koila.ir.numbers import structure_of
+from koila.ir.numbers import num_input_numbers, numbers_of, structure_of
 
 
 class NotSplittable(Exception):
@@ -34,16 +34,17 @@ class NotSplittable(Exception):
         """Whether that is so for good: an error while tracing or planning may be of the moment."""
 
 
-MAX_NODES = 20_000
+MAX_NODES = 3_000
 """Joint graphs are kept as long as they have fewer nodes in all; a node takes about two KiB."""
+ALWAYS = 4
+"""So many are kept in any case: the programs of a loop, with its evaluation and its short last batches."""
 
 
 def _num_nodes(found: Joint | str) -> int:
-    # The largest program alone is kept, too.
-    return 1 if isinstance(found, str) else min(MAX_NODES, len(found.module.graph.nodes))
+    return 1 if isinstance(found, str) else len(found.module.graph.nodes)
 
 
-_joints: Cache[Joint | str] = Cache("trace_cache", MAX_NODES, _num_nodes)
+_joints: Cache[Joint | str] = Cache("trace_cache", MAX_NODES, _num_nodes, ALWAYS)
 """By program its joint graph, or why it has none."""
 _tries: Cache[int] = Cache("trace_tries", 256)
 """How often a program could not be traced."""
@@ -84,11 +85,11 @@ class Program:
     def facts(self, wanted: Wanted) -> Facts:
         """How the program can be cut; a batch of one is not, but parts of it can be along other axes."""
         batches = self.graph.batches if self.num_samples > 1 else {}
-        return analyse(self.joint, batches, self.num_samples, self.results(wanted))
+        return analyse(self.joint, batches, self.num_samples, self.results(wanted), self._origin(wanted, "cut"))
 
     def uncut_facts(self, wanted: Wanted) -> Facts:
         """The program with nothing cut along the batch."""
-        return analyse(self.joint, {}, self.num_samples, self.results(wanted))
+        return analyse(self.joint, {}, self.num_samples, self.results(wanted), self._origin(wanted, "uncut"))
 
     def whole_facts(self, wanted: Wanted) -> Facts | None:
         """The same with the kernels of eager; this traces the program again."""
@@ -98,7 +99,11 @@ class Program:
             return None
         if not set(joint.pinned) <= set(self.joint.pinned):
             return None  # It holds for numbers that vary.
-        return analyse(joint, {}, self.num_samples, self.results(wanted))
+        return analyse(joint, {}, self.num_samples, self.results(wanted), self._origin(wanted, "whole norms"))
+
+    def _origin(self, wanted: Wanted, kind: str) -> Origin:
+        structure = (structure_of(self.graph), self.demand, wanted, kind)
+        return Origin(structure, numbers_of(self.graph), num_input_numbers(self.graph))
 
     def results(self, wanted: Wanted) -> set[int]:
         """Indices of the joint graph's results: outputs, then gradients, then new values of written leaves."""
@@ -139,16 +144,19 @@ class _Known:
         return sum(len(sample.joint.module.graph.nodes) for sample in self.samples)
 
     def add(self, sample: Sample) -> None:
+        """One more trace; an older one that is not like the others is left out."""
         self.samples = [*self.samples[-MAX_SAMPLES + 1 :], sample]
-        if len(self.samples) > 1:
+        self.family = None
+        for first in range(len(self.samples) - 1):
             try:
-                self.family = Family(self.samples)
+                self.family = Family(self.samples[first:])
+                self.samples = self.samples[first:]
+                break
             except NoFormula as reason:
-                self.family = None
                 events.count(f"sizes::no family: {reason}")
 
 
-_structures: Cache[_Known] = Cache("structure_cache", MAX_NODES, _Known.num_nodes)
+_structures: Cache[_Known] = Cache("structure_cache", MAX_NODES, _Known.num_nodes, ALWAYS)
 
 
 def _found(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:

@@ -7,9 +7,9 @@ only places where all chunks must be done first: the borders of phases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from math import lcm
 from typing import Any
 
@@ -23,6 +23,7 @@ from koila.analysis.rules import rule_for
 from koila.analysis.trace import Input, Joint
 from koila.analysis.types import OPAQUE, WHOLE, Merged, Sliced, SplitType, Whole
 from koila.analysis.uniform import operand_types
+from koila.ir.numbers import Number
 from koila.ir.tree import leaves
 
 
@@ -53,6 +54,18 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Which program some facts are about, and at which sizes."""
+
+    structure: Hashable
+    """Equal for programs that differ in sizes and numbers only, and of which the same results are wanted."""
+    numbers: tuple[Number, ...]
+    """Its sizes and numbers; see `koila.ir.numbers`."""
+    num_inputs: int
+    """So many of them are those of inputs."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the analysis knows about a program and a batch."""
 
@@ -70,6 +83,24 @@ class Facts:
     num_phases: int
     items: tuple[Item, ...] = field(repr=False, default=())
     """Every item that a result needs."""
+    origin: Origin | None = field(repr=False, default=None)
+    """None: a part of a program, which has no other sizes."""
+
+    @cached_property
+    def places(self) -> dict[Item, int]:
+        """By item, its place among all of them: the same at other sizes."""
+        return {item: place for place, item in enumerate(self.items)}
+
+    @cached_property
+    def signature(self) -> Hashable:
+        """Equal for facts of other sizes whose items can stand for each other, one by one."""
+        nodes = {node: place for place, node in enumerate(self.joint.module.graph.nodes)}
+        places = self.places
+        return tuple(
+            (item.kind, nodes[item.node], tuple([places[operand] for operand in item.operands]), item.index, item.phase,
+             _without_sizes(item.type))
+            for item in self.items
+        )  # fmt: skip
 
     @property
     def batch_dims(self) -> dict[int, int]:
@@ -300,6 +331,14 @@ def _sliced_types(item: Item) -> list[Sliced]:
     return [kind for kind in kinds if isinstance(kind, Sliced)]
 
 
+def _without_sizes(kind: SplitType | tuple[SplitType, ...]) -> Hashable:
+    if isinstance(kind, tuple):
+        return tuple(map(_without_sizes, kind))
+    if isinstance(kind, Merged):
+        return str(type(kind.monoid))
+    return (kind.dim, kind.granule, kind == OPAQUE) if isinstance(kind, Sliced) else Whole
+
+
 def _reachable(results: list[Item]) -> Iterator[Item]:
     seen: set[Item] = set()
     pending = list(results)
@@ -312,7 +351,8 @@ def _reachable(results: list[Item]) -> Iterator[Item]:
 
 
 def analyse(
-    joint: Joint, batches: Mapping[int, int | Sliced], num_samples: int, wanted: set[int] | None = None
-) -> Facts:
+    joint: Joint, batches: Mapping[int, int | Sliced], num_samples: int, wanted: set[int] | None = None,
+    origin: Origin | None = None,
+) -> Facts:  # fmt: skip
     """Type a joint graph for a cut of the batch, by leaf the dimension or the type; `wanted` selects results."""
-    return _Typing(joint, batches, num_samples, wanted).run()
+    return replace(_Typing(joint, batches, num_samples, wanted).run(), origin=origin)

@@ -24,6 +24,7 @@ from koila._torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    dissolve,
     get_proxy_mode,
     graph_root,
     make_fx,
@@ -85,6 +86,9 @@ class Traced:
         for name, value in constants.items():
             setattr(self, name, value)
 
+    def __del__(self) -> None:
+        dissolve(self.graph)  # Whoever reads its nodes holds the joint graph, and so this.
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -105,6 +109,8 @@ class Joint:
     """The leaves of `wrt` in the order in which autograd completes their gradients: the order of hooks on them."""
     shares_memory: bool = False
     """Whether a call writes beside what it reads in the same memory: at other sizes it may be the same elements."""
+    is_built: bool = False
+    """Whether formulas gave it (`koila.analysis.family`), not a trace."""
 
     def pinned_in(self, graph: Graph) -> tuple[float, ...]:
         """The numbers that a graph of this structure has in the places of the pinned ones."""

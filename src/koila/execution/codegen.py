@@ -3,6 +3,8 @@
 *Takes* a `Schedule`. *Gives* a function in which every value is freed or written over after its last use, and every
 merged, kept or stored value is handed on as soon as it exists. When a value is used for the last time and what is
 written over what, the schedule says: the code cannot do anything else than what was planned.
+
+Sizes are arguments of the function, not part of its text, so that schedules of all sizes of a program share their code.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
+from types import CodeType, FunctionType
 from typing import Any
 
 from koila._torch import OpOverload
@@ -19,6 +21,7 @@ from koila.analysis.split import Item
 from koila.analysis.trace import Slot, SlotArgument
 from koila.execution.kernels import add_product, kernel_of
 from koila.execution.offload import fetch, offload
+from koila.ir.cache import Cache
 from koila.planning.in_place import variant_of
 from koila.planning.operation import Bound, Ref
 from koila.planning.schedule import Schedule
@@ -31,7 +34,10 @@ class Loop:
     """A compiled schedule."""
 
     function: Callable[..., None]
-    """(whole values, first sample, sample after the last, slots, sink) → nothing; the sink gets (index, value)."""
+    """(whole values, first sample, sample after the last, slots, sink, numbers) → nothing; the sink gets (index,
+    value)."""
+    numbers: tuple[int | float, ...]
+    """The sizes that stand in the calls."""
     wholes: tuple[Item, ...]
     """Whole items that the schedule reads; kept items stand for their buffers."""
     sinks: tuple[Item, ...]
@@ -40,8 +46,17 @@ class Loop:
     """The floats that it reads, which vary from step to step of a training loop."""
     executed: Counter[str]
     """How often each operator runs per call."""
-    source: str
-    """The text of the function."""
+
+
+_SMALL = 4
+"""Whole numbers up to this stand in the text: they are dimensions and flags, mostly."""
+_codes: Cache[CodeType] = Cache("code_cache", 2**19, lambda code: len(code.co_code))
+"""By text, what Python made of it; weighed by its bytes."""
+
+
+def _code(text: str) -> CodeType:
+    """The code of the one function in a text."""
+    return next(each for each in compile(text, "<koila schedule>", "exec").co_consts if isinstance(each, CodeType))
 
 
 class _Writer:
@@ -52,6 +67,7 @@ class _Writer:
         self.globals: dict[str, Any] = {}
         self.known: dict[int, str] = {}
         self.slots: dict[Slot, int] = {}
+        self.numbers: list[int | float] = []
         self.names = {value: f"w[{value}]" for value in range(len(schedule.inputs))}
         self.executed: Counter[str] = Counter()
 
@@ -61,11 +77,11 @@ class _Writer:
             self.names[step.value] = f"v{number}"
             lines.append(self._statement(step))
             lines += [f"{self.names[value]} = None" for value in dying]
-        text = "def run(w, start, stop, slots, sink):\n    " + "\n    ".join(lines or ["pass"]) + "\n"
-        exec(compile(text, "<koila schedule>", "exec"), self.globals)
+        text = "def run(w, start, stop, slots, sink, n):\n    " + "\n    ".join(lines or ["pass"]) + "\n"
+        function = FunctionType(_codes.get_or_add(text, lambda: _code(text)), self.globals)
         wholes: Any = schedule.wholes
         sinks: Any = tuple(sink.key for sink in schedule.sinks)
-        return Loop(self.globals["run"], wholes, sinks, tuple(self.slots), self.executed, text)
+        return Loop(function, tuple(self.numbers), wholes, sinks, tuple(self.slots), self.executed)
 
     def _statement(self, step: Step) -> str:
         operands = [self.names[operand] for operand in step.operands]
@@ -117,8 +133,11 @@ class _Writer:
             return f"slots[{self._slot(value.slot)}]"
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join(self._literal(item, operands) for item in value) + "]"
-        if value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value)):
+        if value is None or type(value) in (bool, str) or (type(value) is int and abs(value) <= _SMALL):
             return repr(value)
+        if type(value) in (int, float):
+            self.numbers.append(value)
+            return f"n[{len(self.numbers) - 1}]"
         return self._constant(value)
 
     def _constant(self, value: Any) -> str:

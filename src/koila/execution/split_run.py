@@ -107,7 +107,7 @@ class _Run:
 
     def _call(self, code: Loop, wholes: list[Any], start: int, stop: int) -> None:
         """Run a schedule; the list is its own, it lets go of each value after its last use."""
-        code.function(wholes, start, stop, self.floats(code.slots), _Sink(self, code, start, stop))
+        code.function(wholes, start, stop, self.floats(code.slots), _Sink(self, code, start, stop), code.numbers)
         for name, times in code.executed.items():
             events.count(f"executed::{name}", times)
         events.count("nodes_executed", sum(code.executed.values()))

@@ -43,7 +43,8 @@ class Cache(Generic[V]):
     Args:
         name: The name of its counters.
         max_size: How much it holds: the number of entries, or their weight in all.
-        weigh: What an entry weighs, in bytes, say; each weighs one if not given. An entry that weighs more than
+        weigh: What an entry weighs, in bytes, say; each weighs one if not given.
+        always: So many entries are held whatever they weigh: the latest. Without any, an entry that weighs more than
             `max_size` alone is not stored.
 
     >>> squares = Cache("squares", max_size=2)
@@ -51,9 +52,10 @@ class Cache(Generic[V]):
     (9, 9)
     """
 
-    def __init__(self, name: str, max_size: int, weigh: Callable[[V], int] | None = None) -> None:
+    def __init__(self, name: str, max_size: int, weigh: Callable[[V], int] | None = None, always: int = 0) -> None:
         self.name = name
         self.max_size = max_size
+        self.always = always
         self.weight = 0
         """What the entries weigh in all."""
         self._weigh = weigh
@@ -84,7 +86,7 @@ class Cache(Generic[V]):
             self._drop(key)
             self._entries[key] = entry, weight
             self.weight += weight
-            while self.weight > self.max_size:
+            while self.weight > self.max_size and len(self._entries) > self.always:
                 self._drop(next(iter(self._entries)))
                 self._dropped += 1
         return entry

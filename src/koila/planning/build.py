@@ -44,6 +44,14 @@ _OPEN = Operation(open_source, (Ref(0),), {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Built:
+    """A schedule, and which item each of its values is; copies and opened sources are none."""
+
+    schedule: Schedule
+    items: dict[int, Item]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Value:
     """A value while its schedule is built."""
 
@@ -74,7 +82,7 @@ class _Builder:
         self.contiguous: dict[int, _Value] = {}
         self.opened: dict[Item, _Value] = {}
 
-    def build(self, items: Sequence[Item], sinks: Sequence[Sink]) -> Schedule:
+    def build(self, items: Sequence[Item], sinks: Sequence[Sink]) -> Built:
         wanted, sums = self._wanted(items, sinks)
         run = [item for item in items if item not in sums]
         for number, item in enumerate(dict.fromkeys(self._read_outside(run))):
@@ -83,13 +91,14 @@ class _Builder:
         with without_modes(), torch.no_grad():
             for item in run:
                 self.values[item] = value = self._item(item)
-                self._check(item, value.form)
+                check_shape(item, value.form, self.chunk)
                 for index in wanted.get(item, ()):
                     self._hand_on(value, index)
         steps = self.steps if self.chunk is None else _fuse_products(self.steps, sinks)
         inputs = tuple(len(value.views) for value in self.inputs.values())
         forms = tuple(value.form for value in self.inputs.values())
-        return Schedule(inputs, tuple(steps), tuple(self.inputs), tuple(sinks), self.chunk, forms)
+        schedule = Schedule(inputs, tuple(steps), tuple(self.inputs), tuple(sinks), self.chunk, forms)
+        return Built(schedule, {value.number: item for item, value in self.values.items()})
 
     def _wanted(self, items: Sequence[Item], sinks: Sequence[Sink]) -> tuple[dict[Item, list[int]], set[Item]]:
         """By item, the sinks that it is handed on to; and the items that need not be computed themselves."""
@@ -194,13 +203,15 @@ class _Builder:
         )  # fmt: skip
         self.steps.append(step)
 
-    def _check(self, item: Item, form: Any) -> None:
-        if self.chunk is None or not isinstance(form, Form) or not isinstance(item.type, Sliced):
-            return
-        expected = chunk_shape(item, self.chunk)
-        if form.shape != expected:
-            found = f"{item.node.target} gives {list(form.shape)} for a chunk of {self.chunk} samples"
-            raise AnalysisError(f"{found}, {item.type} predicts {list(expected)}")
+
+def check_shape(item: Item, form: Any, chunk: int | None) -> None:
+    """Raise unless a chunk's value has the shape that its type predicts (Rule 3)."""
+    if chunk is None or not isinstance(form, Form) or not isinstance(item.type, Sliced):
+        return
+    expected = chunk_shape(item, chunk)
+    if form.shape != expected:
+        found = f"{item.node.target} gives {list(form.shape)} for a chunk of {chunk} samples"
+        raise AnalysisError(f"{found}, {item.type} predicts {list(expected)}")
 
 
 def _result(number: int, outcome: Outcome, operands: Sequence[_Value]) -> _Value:
@@ -229,7 +240,7 @@ def _step(
         value=value.number,
         operands=tuple(operand.number for operand in operands),
         places=outcome.places,
-        slack_bytes=_slack(outcome.places),
+        slack_bytes=slack_of(outcome.places),
         inside_bytes=outcome.inside_bytes,
         retained_bytes=outcome.retained_bytes,
         seconds=outcome.seconds,
@@ -243,7 +254,7 @@ def _step(
     )
 
 
-def _slack(places: Sequence[Place]) -> tuple[int, ...]:
+def slack_of(places: Sequence[Place]) -> tuple[int, ...]:
     """By how much the blocks of some results may be larger; nothing where none is."""
     rules = current_rules()
     if not rules.unsplit_bytes:
@@ -316,6 +327,6 @@ def summands(item: Item, readers: Counter[Item], sums: set[Item]) -> list[Item]:
 def build_schedule(
     catalogue: Catalogue, items: Sequence[Item], sinks: Sequence[Sink], kept_before: Iterable[Item] = (),
     chunk: int | None = None,
-) -> Schedule:  # fmt: skip
+) -> Built:  # fmt: skip
     """The schedule of some items; the keys of `sinks` are the items that are handed on."""
     return _Builder(catalogue, set(kept_before), chunk).build(items, sinks)

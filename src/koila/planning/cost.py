@@ -42,12 +42,16 @@ def call_seconds(target: Any, args: Any, kwargs: Any, result: Any) -> float:
         return VIEW_SECONDS
     if target is slice_whole:
         args = ()  # It reads no more than it gives.
-    rules = current_rules()
-    found = rules.call_seconds + tree_bytes((args, kwargs, result)) / _bytes_per_second(target) / rules.byte_speed
-    found += large_bytes(result) / FRESH
+    found = moving_seconds(target, tree_bytes((args, kwargs, result)), large_bytes(result))
     if overload and (flops := _flops(target, args, kwargs, result)):
-        found += flops / _first(FLOPS, str(target)) / rules.flop_speed
+        found += flops / _first(FLOPS, str(target)) / current_rules().flop_speed
     return found
+
+
+def moving_seconds(target: Any, num_bytes: int, num_fresh: int) -> float:
+    """The expected time of a call that reads and writes so many bytes, some of them fresh, and computes little."""
+    rules = current_rules()
+    return rules.call_seconds + num_bytes / _bytes_per_second(target) / rules.byte_speed + num_fresh / FRESH
 
 
 def tree_bytes(tree: Any) -> int:

@@ -65,7 +65,8 @@ class Cutter:
     def chunks(self, wanted: Wanted, chunk_size: int) -> Cut:
         """The plan for a chunk size, as the program has it; no lever is pulled."""
         started = time.perf_counter()
-        facts = self.program.facts(wanted)
+        with without_collection():
+            facts = self.program.facts(wanted)
         if not facts.is_split:
             raise NotSplittable("nothing in it can be cut along the batch")
         try:
@@ -117,9 +118,9 @@ class Cutter:
     def _search(self, wanted: Wanted) -> Search:
         if wanted not in self._searches:
             levers = ALL if self.job.budget.offload is None else ALL | {"offload"}
-            uncut = lambda: self.program.uncut_facts(wanted)  # noqa: E731
-            whole = lambda: self.program.whole_facts(wanted)  # noqa: E731
-            self._searches[wanted] = Search(self.program.facts(wanted), levers, uncut, whole, wanted.streamed)
+            program = self.program  # A search that held this cutter would wait for a full collection.
+            uncut, whole = (lambda: program.uncut_facts(wanted)), (lambda: program.whole_facts(wanted))
+            self._searches[wanted] = Search(program.facts(wanted), levers, uncut, whole, wanted.streamed)
         return self._searches[wanted]
 
     def _cut(self, wanted: Wanted, plan: Plan, facts: Facts, projection: Projection) -> Cut:

@@ -88,12 +88,19 @@ def decide(job: Job) -> Decision:
     Raises:
         BudgetError: No way to run it fits its budget.
     """
+    try:
+        return _chosen(job)
+    except Refused as refused:
+        raise refusal(job, refused) from None
+
+
+def _chosen(job: Job) -> Decision:
     use_calibration()
     with planning_for(str(job.device)):
-        return _decided(job)
+        return _choose(job)
 
 
-def _decided(job: Job) -> Decision:
+def _choose(job: Job) -> Decision:
     budget = job.budget
     if budget.chunk_size is not None:
         return _decide_chunks(job, budget.chunk_size)
@@ -133,7 +140,7 @@ def _uncut(job: Job, projection: Projection, reason: NotSplittable) -> Decision:
     fits = projection.peak_bytes <= (job.budget.allowed_bytes or 0)
     if job.previous is not None or not (fits or job.budget.is_default):
         where = f"{projection.largest}; it runs whole: {reason}"
-        raise refusal(job, Refused(projection.peak_bytes, where))
+        raise Refused(projection.peak_bytes, where)
     return _whole(job, projection, f"it cannot be cut: {reason}", reason)
 
 
@@ -183,7 +190,7 @@ def _decide_bytes(job: Job, allowed_bytes: int) -> Decision:
             return _split(job, cut, _reasons(job, cut))
     refused = _smallest(job, cutter)
     if not job.budget.is_default:
-        raise refusal(job, refused)
+        raise refused
     # What is only the default is not refused, but met as far as possible.
     events.count("budget::over what is free")
     cut = cutter.within(job.wanted, refused.needed_bytes, thorough=True)
@@ -243,18 +250,22 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
 # The decisions in force.
 
 
-MAX_STEPS = 20_000
-"""Decisions are kept as long as their plans have fewer steps in all; a step takes about two KiB."""
+MAX_STEPS = 5_000
+"""Decisions are kept as long as their plans and joint graphs have fewer steps and nodes in all; each takes about 1.7
+KiB."""
+ALWAYS = 4
+"""So many are kept in any case: the programs of a loop, with its evaluation and its short last batches."""
 
 
 def _num_steps(decision: Decision) -> int:
-    # The largest plan alone is kept, too.
-    steps = 0 if decision.plan is None else sum(len(schedule.steps) for schedule in decision.plan.schedules)
-    return min(MAX_STEPS, 1 + steps)
+    if decision.plan is None:
+        return 1
+    nodes = len(decision.plan.facts.joint.module.graph.nodes)
+    return nodes + sum(len(schedule.steps) for schedule in decision.plan.schedules)
 
 
-_decisions: Cache[Decision] = Cache("decision_cache", MAX_STEPS, _num_steps)
-_forced: Cache[Decision] = Cache("forced_decisions", MAX_STEPS, _num_steps)
+_decisions: Cache[Decision] = Cache("decision_cache", MAX_STEPS, _num_steps, ALWAYS)
+_forced: Cache[Decision] = Cache("forced_decisions", MAX_STEPS, _num_steps, ALWAYS)
 """Decisions that replaced one that ran out of memory."""
 _tries: Cache[int] = Cache("decision_tries", 256)
 """How often a decision was made that an error of the moment may have caused."""
@@ -272,8 +283,7 @@ def decision_for(job: Job) -> Decision:
         return decide(job)  # Nothing to choose, and nothing to remember.
     found = _look_up(_decisions, job)
     if found is None:
-        with events.waiting(f"looking for a plan for {len(job.graph.nodes)} calls"):
-            found = decide(replace(job, carried=_carried(job)))
+        found = _searched(job)
         _carry(job, found)
         tries = (_tries.get(job.key) or 0) + 1
         if found.is_final or tries >= _TRIES:
@@ -281,6 +291,24 @@ def decision_for(job: Job) -> Decision:
         else:
             _tries.add(job.key, tries)
     return found
+
+
+_refusals: Cache[Refused] = Cache("refusal_cache", 64)
+"""By job, why it was refused: a job that is asked for again is not searched again."""
+
+
+def _searched(job: Job) -> Decision:
+    refused = _refusals.get(job.key)
+    if refused is not None:
+        events.count("plan::refused again")
+        raise refusal(job, refused)
+    try:
+        with events.waiting(f"looking for a plan for {len(job.graph.nodes)} calls"):
+            return _chosen(replace(job, carried=_carried(job)))
+    except Refused as found:
+        refused = found.with_traceback(None)  # Frames hold the tensors of whoever asked.
+    _refusals.add(job.key, refused)
+    raise refusal(job, refused)
 
 
 _recipes: Cache[dict[Wanted, Recipe]] = Cache("recipe_cache", 256)
@@ -343,4 +371,5 @@ def forget_decisions() -> None:
     _decisions.clear()
     _forced.clear()
     _tries.clear()
+    _refusals.clear()
     _recipes.clear()

@@ -48,7 +48,7 @@ class Outcome:
     in_float32: bool
 
 
-_known: Cache[Outcome] = Cache("outcome_cache", 4096)
+_known: Cache[Outcome] = Cache("outcome_cache", 2048)
 
 
 _shown: Cache[bool] = Cache("shown_cache", 8192)

@@ -16,8 +16,8 @@ import torch
 
 from koila._torch import OpOverload
 from koila.analysis.split import Facts, Item
-from koila.planning.build import build_schedule
 from koila.planning.cost import schedule_seconds
+from koila.planning.patterns import patterns_of
 from koila.planning.phases import Layout, Stage, key_of
 from koila.planning.schedule import Schedule
 from koila.planning.step import Kind, Sink
@@ -233,12 +233,13 @@ def make_plan(layout: Layout, chunk_size: int, streamed: bool = False, known: Kn
     sizes = {stop - start for start, stop in chunks(layout.facts.num_samples, size)}
     source = stream_source(layout) if streamed else None
     known = {} if known is None else known
+    patterns = patterns_of(catalogue)
 
     def built(items: tuple[Item, ...], sinks: list[Sink], kept: set[Item], chunk: int | None) -> Schedule:
         read = frozenset(item for item in items if item in kept)
         key = (items, tuple(sinks), read, chunk)
         if key not in known:
-            known[key] = build_schedule(catalogue, items, sinks, read, chunk)
+            known[key] = patterns.schedule(items, sinks, read, chunk)
         return known[key]
 
     def section(number: int) -> Schedule:

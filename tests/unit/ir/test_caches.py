@@ -62,6 +62,13 @@ def test_a_cache_may_be_bounded_by_what_its_entries_weigh() -> None:
     assert cache.get("long") is None and len(cache) == 0
 
 
+def test_a_cache_may_hold_its_latest_entries_whatever_they_weigh() -> None:
+    cache: Cache[str] = Cache("texts", max_size=10, weigh=len, always=2)
+    for name in "abc":
+        cache.add(name, name * 11)
+    assert cache.get("a") is None and cache.get("b") and cache.get("c")
+
+
 def test_a_cache_is_safe_under_threads() -> None:
     cache: Cache[int] = Cache("squares", max_size=8)
     wrong: list[int] = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -158,15 +159,22 @@ def inexact(dtype: torch.dtype) -> bool:
 
 def weighted(ruling: ChunkRule, call: Call, result: SplitType | tuple[SplitType, ...]) -> ChunkRule:
     """The ruling with the chunk's result scaled by the chunk's share of the samples."""
-    whole, total = call.target, call.num_samples
-
-    def scaled(share: float, **arguments: Any) -> Any:
-        return torch.ops.aten.mul.Scalar(whole(**arguments), share)
+    total = call.num_samples
 
     def rewrite(arguments: dict[str, Any], num_samples: int) -> dict[str, Any]:
         return {"share": num_samples / total, **arguments}
 
-    return replace(ruling, result=result, rewrite=rewrite, target=scaled)
+    return replace(ruling, result=result, rewrite=rewrite, target=_scaled(call.target))
+
+
+@cache
+def _scaled(whole: Any) -> Callable[..., Any]:
+    """An operator whose result is scaled: one function for each, so that schedules of other sizes call the same."""
+
+    def scaled(share: float, **arguments: Any) -> Any:
+        return torch.ops.aten.mul.Scalar(whole(**arguments), share)
+
+    return scaled
 
 
 def dense(rule: Rule, *names: str) -> Rule:
@@ -176,14 +184,19 @@ def dense(rule: Rule, *names: str) -> Rule:
         ruling = rule(call)
         if ruling is None or all(_outermost(call[name], ruling.operands.get(name)) for name in names):
             return ruling
-        kernel = call.target
-
-        def target(**arguments: Any) -> Any:
-            return kernel(**{name: value.contiguous() if name in names else value for name, value in arguments.items()})
-
-        return replace(ruling, target=target)
+        return replace(ruling, target=_on_dense(call.target, names))
 
     return densely
+
+
+@cache
+def _on_dense(kernel: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    """A kernel on contiguous operands: one function for each, so that schedules of other sizes call the same."""
+
+    def target(**arguments: Any) -> Any:
+        return kernel(**{name: value.contiguous() if name in names else value for name, value in arguments.items()})
+
+    return target
 
 
 def _outermost(operand: Operand, kind: Any) -> bool:

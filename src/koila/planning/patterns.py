@@ -1,0 +1,439 @@
+"""Patterns: schedules of one structure at any sizes, filled from formulas instead of built.
+
+*Takes* schedules that were built for some sizes of a program, and the facts about it at another size. *Gives* the
+schedule for that size: schedules are aligned step by step, and every number that differs between them gets a formula of
+the numbers that the record tells (`koila.analysis.formulas`). What has no formula makes no pattern: such a schedule is
+built at every size (Rule 3).
+
+The facts are of the new size itself: every value must have the shape that its type predicts there. What a call
+allocates inside follows no formula; the table of workspaces is asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from koila import events
+from koila._torch import OpOverload, without_modes
+from koila.analysis.formulas import Formula, Formulas, NoFormula
+from koila.analysis.split import Item, Origin
+from koila.analysis.trace import SlotArgument
+from koila.analysis.types import Sliced
+from koila.errors import AnalysisError
+from koila.ir.cache import Cache
+from koila.ir.numbers import Number
+from koila.planning.build import Built, build_schedule, check_shape, slack_of
+from koila.planning.catalogue import Catalogue, result_shapes
+from koila.planning.cost import VIEW_SECONDS, moving_seconds
+from koila.planning.devices import current_rules
+from koila.planning.forms import Drawn, Form, forms_of
+from koila.planning.in_place import overwritable, variant_of
+from koila.planning.operation import Operation, OperatorWork, slice_whole
+from koila.planning.outcome import Outcome, outcome_of
+from koila.planning.rates import copy_seconds, fresh_bytes
+from koila.planning.schedule import Schedule
+from koila.planning.step import Kind, Sink, Step
+
+MAX_SAMPLES = 3
+"""Schedules that a pattern is made of at the most: the latest."""
+MAX_STEPS = 6_000
+"""Patterns are kept as long as their schedules have fewer steps in all; a step takes about one KiB."""
+ALWAYS = 4
+"""So many programs have patterns in any case."""
+
+
+# Alignment.
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Stands for a number that varies, by its place among the formulas of a pattern."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Varying:
+    """Stands for a structure that holds numbers that vary."""
+
+    make: Callable[[list[Any]], Any]
+    parts: tuple[Any, ...]
+
+
+_OPENED: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any]], Any]]] = {
+    list: (iter, list),
+    tuple: (iter, tuple),
+    Form: (lambda form: (form.shape, form.stride, form.dtype, form.is_conj, form.is_neg), lambda parts: Form(*parts)),
+    Drawn: (lambda drawn: (drawn.form,), lambda parts: Drawn(*parts)),
+    Sliced: (lambda kind: (kind.dim, kind.outer, kind.inner, kind.granule), lambda parts: Sliced(*parts)),
+}
+"""What is looked into: how it is taken apart, and put together again."""
+
+
+class _Alignment:
+    """Makes one structure of those in all samples, with formulas in the place of numbers that differ."""
+
+    def __init__(self, formulas: Formulas) -> None:
+        self._formulas = formulas
+        self.places: dict[Formula, int] = {}
+
+    def align(self, values: Sequence[Any]) -> Any:
+        first, kind = values[0], type(values[0])
+        if any(type(value) is not kind for value in values):
+            raise NoFormula("steps differ in type")
+        if kind in (int, float):
+            return self._number(tuple(values))
+        if kind is dict:
+            return self._opened(values, dict.values, lambda parts: dict(zip(first, parts, strict=True)))
+        opened = list if isinstance(first, list) else kind  # FX has lists of its own.
+        if opened in _OPENED:
+            return self._opened(values, *_OPENED[opened])
+        if isinstance(first, torch.Tensor):
+            raise NoFormula("a step holds a tensor")
+        keys = [value.slot for value in values] if isinstance(first, SlotArgument) else values
+        if any(key != keys[0] for key in keys):
+            raise NoFormula("steps differ in what has no number")
+        return first
+
+    def _opened(self, values: Sequence[Any], take: Callable[[Any], Any], make: Callable[[list[Any]], Any]) -> Any:
+        opened = [tuple(take(value)) for value in values]
+        if any(len(parts) != len(opened[0]) for parts in opened):
+            raise NoFormula("steps differ in length")
+        parts = tuple(self.align(each) for each in zip(*opened, strict=True))
+        varies = any(type(part) in (_Number, _Varying) for part in parts)
+        return _Varying(make, parts) if varies else values[0]
+
+    def _number(self, values: tuple[Number, ...]) -> Any:
+        if all(value == values[0] for value in values):
+            return values[0]
+        formula = self._formulas.formula(values)
+        if formula is None:
+            raise NoFormula(f"{', '.join(map(str, values))} follow from nothing that is recorded")
+        return _Number(self.places.setdefault(formula, len(self.places)))
+
+
+def _filled(tree: Any, numbers: Sequence[Number]) -> Any:
+    kind = type(tree)
+    if kind is _Number:
+        return numbers[tree.place]
+    return tree.make([_filled(part, numbers) for part in tree.parts]) if kind is _Varying else tree
+
+
+# One schedule.
+
+
+@dataclass(frozen=True, slots=True)
+class _StepPattern:
+    """A step with formulas in the place of numbers."""
+
+    step: Step
+    """The step of the first sample."""
+    args: Any
+    kwargs: Any
+    form: Any
+    places: Any
+    is_fixed: bool
+    """Whether nothing about it and its operands varies."""
+    is_plain: bool
+    """Whether it needs no memory beside its operands and its result."""
+    owned: tuple[bool, ...]
+    """For each operand, whether it is all of a storage that the schedule made."""
+    item: int | None
+    """The place of the item that its value is."""
+
+
+class _Pattern:
+    """The schedules of some items, at any sizes.
+
+    Raises:
+        NoFormula: The samples are not alike, or a number follows from nothing that is recorded.
+    """
+
+    def __init__(self, samples: Sequence[_Sample], formulas: Formulas) -> None:
+        schedules = [sample.schedule for sample in samples]
+        first = schedules[0]
+        if any(len(schedule.steps) != len(first.steps) or schedule.inputs != first.inputs for schedule in schedules):
+            raise NoFormula("schedules differ in length")
+        alignment = _Alignment(formulas)
+        self.formulas, self.chunk, self.inputs, self.wholes = formulas, first.chunk, first.inputs, samples[0].wholes
+        self.forms = [alignment.align(each) for each in zip(*(schedule.forms for schedule in schedules), strict=True)]
+        self._fixed = {number for number, form in enumerate(self.forms) if not isinstance(form, _Varying)}
+        self._filling = set[int]()
+        self._kinds: dict[int, set[torch.dtype]] = {n: _dtypes(form) for n, form in enumerate(first.forms)}
+        rows = zip(*(schedule.steps for schedule in schedules), strict=True)
+        self.steps = [self._step(row, alignment, samples[0].items) for row in rows]
+        self.numbers = tuple(alignment.places)
+        fixed = (pattern.step for pattern in self.steps if pattern.is_fixed)
+        self.fixed_forms = {step.value: step.work.form for step in fixed}
+
+    def _step(self, row: tuple[Step, ...], alignment: _Alignment, items: dict[int, int]) -> _StepPattern:
+        step, keys = row[0], [_key(step) for step in row]
+        if any(key != keys[0] for key in keys):
+            raise NoFormula("steps differ in what they do")
+        places = alignment.align([each.places for each in row])
+        owned = tuple(operand in self._filling for operand in step.operands)
+        if step.work is None:
+            return _StepPattern(step, (), {}, None, places, False, True, owned, None)
+        operations = [each.work.operation for each in row]
+        args = alignment.align([operation.args for operation in operations])
+        kwargs = alignment.align([operation.kwargs for operation in operations])
+        form = alignment.align([each.work.form for each in row])
+        fixed = not any(isinstance(tree, (_Varying, _Number)) for tree in (args, kwargs, form, places))
+        fixed = fixed and self._fixed.issuperset(step.operands)
+        self._kinds[step.value] = _dtypes(step.work.form)
+        kinds = set().union(*(self._kinds[operand] for operand in step.operands), self._kinds[step.value])
+        self._fixed |= {step.value} if fixed else set()
+        self._filling |= {step.value} if step.fills_storage else set()
+        item = items.get(step.value)
+        return _StepPattern(step, args, kwargs, form, places, fixed, _is_plain(step, len(kinds)), owned, item)
+
+    def fill(self, catalogue: Catalogue, sinks: Sequence[Sink], values: Sequence[Number]) -> Schedule:
+        """The schedule at the sizes of a catalogue's program.
+
+        Raises:
+            NoFormula: A value is not what its type predicts.
+        """
+        numbers = [formula(values) for formula in self.numbers]
+        items = catalogue.facts.items
+        wholes = tuple(items[place] for place in self.wholes)
+        forms = [catalogue.whole_form(item) for item in wholes]
+        if any(_filled(form, numbers) != there for form, there in zip(self.forms, forms, strict=True)):
+            raise NoFormula("an input is not as its formula says")
+        made = _Filling(self.chunk, numbers, items, {**self.fixed_forms, **dict(enumerate(forms))})
+        steps = tuple([pattern.step if pattern.is_fixed else made.step(pattern) for pattern in self.steps])
+        return Schedule(self.inputs, steps, wholes, tuple(sinks), self.chunk, tuple(forms))
+
+
+class _Filling:
+    """One schedule on its way."""
+
+    def __init__(
+        self, chunk: int | None, numbers: Sequence[Number], items: Sequence[Item], forms: dict[int, Any]
+    ) -> None:
+        self.chunk, self.numbers, self.items, self.forms = chunk, numbers, items, forms
+
+    def step(self, pattern: _StepPattern) -> Step:
+        step, numbers = pattern.step, self.numbers
+        if step.kind is Kind.HAND_ON:
+            return _renewed(step, seconds=copy_seconds(self._num_bytes(step.operands[0])))
+        work, places = step.work, _filled(pattern.places, numbers)
+        form = self.forms[step.value] = _filled(pattern.form, numbers)
+        item = None if pattern.item is None else self.items[pattern.item]
+        if item is not None:
+            check_shape(item, form, self.chunk)
+        args, kwargs = _filled(pattern.args, numbers), _filled(pattern.kwargs, numbers)
+        same = args is work.operation.args and kwargs is work.operation.kwargs
+        operation = work.operation if same else Operation(work.target, args, kwargs)
+        work = OperatorWork(operation, form, work.recorded, work.in_float32, work.is_transposed, work.prefix)
+        if pattern.is_plain:
+            seconds, fresh, inside = self._plain(step, work)
+            return _renewed(step, places, inside, 0, seconds, fresh, self._may_overwrite(pattern, work), work)
+        found = self._asked(step, work, item)
+        if found.form != form or found.in_float32 != work.in_float32:
+            raise NoFormula("PyTorch gives another layout")
+        seconds = found.seconds + (self._sum_seconds(step) if step.kind is Kind.ADD_PRODUCT else 0.0)
+        over = self._may_overwrite(pattern, work)
+        return _renewed(
+            step, found.places, found.inside_bytes, found.retained_bytes, seconds, found.fresh_bytes, over, work
+        )
+
+    def _num_bytes(self, value: int) -> int:
+        return sum(form.num_bytes for form in forms_of(self.forms[value]) if form is not None)
+
+    def _plain(self, step: Step, work: OperatorWork) -> tuple[float, int, int]:
+        """Seconds, fresh bytes and bytes inside of a step that the table need not be asked for."""
+        target = work.target
+        if _is_view(target):
+            return VIEW_SECONDS, 0, 0
+        given = [0 if form is None else form.num_bytes for form in forms_of(work.form)]
+        fresh, num_bytes = sum(map(fresh_bytes, given)), sum(given)
+        inside = 0
+        if target is slice_whole:
+            drawn = isinstance(self.forms[step.operands[0]], Drawn)
+            inside = num_bytes // work.form.dtype.itemsize if drawn else 0
+        else:
+            num_bytes += sum(self._num_bytes(step.operands[position]) for position in work.operation.refs)
+        return moving_seconds(target, num_bytes, fresh), fresh, inside
+
+    def _asked(self, step: Step, work: OperatorWork, item: Item | None) -> Outcome:
+        whole = None if item is None else item.node.meta.get("val")
+        shapes = None if item is None else result_shapes(item, self.chunk)
+        operands = [self.forms[operand] for operand in step.operands]
+        return outcome_of(work.operation, operands, self.chunk or 0, whole, shapes)
+
+    def _sum_seconds(self, step: Step) -> float:
+        """What a product takes longer that is added to a sum."""
+        return copy_seconds(self._num_bytes(step.value)) + (VIEW_SECONDS if step.work.is_transposed else 0.0)
+
+    def _may_overwrite(self, pattern: _StepPattern, work: OperatorWork) -> tuple[int, ...]:
+        step = pattern.step
+        if step.kind is not Kind.RUN or not step.fills_storage or variant_of(work.target) is None:
+            return ()
+        pairs = zip(step.operands, pattern.owned, strict=True)
+        return overwritable(work.operation, work.form, [self.forms[each] if owned else None for each, owned in pairs])
+
+
+def _renewed(
+    step: Step, places: Any = (), inside: int = 0, retained: int = 0, seconds: float = 0.0, fresh: int = 0,
+    over: tuple[int, ...] = (), work: Any = None,
+) -> Step:  # fmt: skip
+    """The step with other sizes."""
+    return Step(
+        step.value, step.operands, places, slack_of(places), inside, retained, seconds, fresh, over, step.makes_memory,
+        step.holds_operands, step.is_view, step.fills_storage, step.kind, step.sinks, step.starts_merge,
+        step.is_repeat, work,
+    )  # fmt: skip
+
+
+def _key(step: Step) -> Hashable:
+    """What a step does, without sizes."""
+    work = step.work
+    called = None if work is None else (
+        work.operation.target, work.recorded, work.in_float32, work.is_transposed, work.prefix
+    )  # fmt: skip
+    return (
+        step.value, step.operands, step.makes_memory, step.holds_operands, step.is_view, step.fills_storage, step.kind,
+        step.sinks, step.starts_merge, step.is_repeat, called,
+    )  # fmt: skip
+
+
+def _is_view(target: Any) -> bool:
+    return getattr(target, "__name__", "") == "getitem" or (isinstance(target, OpOverload) and target.is_view)
+
+
+def _is_plain(step: Step, num_dtypes: int) -> bool:
+    target = step.work.target
+    pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and num_dtypes == 1
+    return step.kind is Kind.RUN and (_is_view(target) or target is slice_whole or pointwise)
+
+
+def _dtypes(form: Any) -> set[torch.dtype]:
+    inner = form.form if isinstance(form, Drawn) else form
+    return {each.dtype for each in forms_of(inner) if each is not None}
+
+
+# All schedules of a program.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sample:
+    """A schedule that was built, without its program."""
+
+    numbers: tuple[Number, ...]
+    num_inputs: int
+    schedule: Schedule
+    wholes: tuple[int, ...]
+    """The places of the items that it reads."""
+    items: dict[int, int]
+    """By value, the place of the item that it is."""
+
+
+class _Family:
+    """The schedules of one structure: for each of them some samples, and the pattern that these make."""
+
+    def __init__(self) -> None:
+        self.samples: dict[Hashable, list[_Sample]] = {}
+        self._patterns: dict[Hashable, _Pattern | None] = {}
+        self._formulas: dict[Hashable, Formulas] = {}
+
+    def num_steps(self) -> int:
+        return sum(len(sample.schedule.steps) for samples in self.samples.values() for sample in samples)
+
+    def add(self, key: Hashable, sample: _Sample) -> None:
+        others = [each for each in self.samples.get(key, ()) if each.numbers != sample.numbers]
+        self.samples[key] = [*others[-MAX_SAMPLES + 1 :], sample]
+        self._patterns.pop(key, None)
+
+    def pattern(self, key: Hashable) -> _Pattern | None:
+        if key not in self._patterns and len(self.samples.get(key, ())) > 1:
+            self._patterns[key] = self._make(self.samples[key])
+        return self._patterns.get(key)
+
+    def _make(self, samples: list[_Sample]) -> _Pattern | None:
+        numbers = tuple(sample.numbers for sample in samples)
+        if numbers not in self._formulas:
+            self._formulas = {numbers: Formulas(numbers, samples[0].num_inputs)}
+        try:
+            return _Pattern(samples, self._formulas[numbers])
+        except NoFormula as reason:
+            events.count(f"sizes::no pattern: {reason}")
+            return None
+
+
+_families: Cache[_Family] = Cache("pattern_cache", MAX_STEPS, _Family.num_steps, ALWAYS)
+
+
+class Patterns:
+    """The schedules of a program: filled where schedules of other sizes tell how, else built, which is a sample."""
+
+    def __init__(self, catalogue: Catalogue, origin: Origin) -> None:
+        self._catalogue, self._origin = catalogue, origin
+        self._structure = (origin.structure, catalogue.facts.signature, current_rules())
+        self._family = _families.get(self._structure) or _Family()
+        self._values: dict[Formulas, tuple[Number, ...] | None] = {}
+
+    def schedule(
+        self, items: Sequence[Item], sinks: Sequence[Sink], read: frozenset[Item], chunk: int | None
+    ) -> Schedule:
+        """The schedule of some items; see `koila.planning.build.build_schedule`."""
+        places: dict[Any, int] = self._catalogue.facts.places
+        handed = tuple((places[sink.key], sink.destination) for sink in sinks)
+        key = (tuple(map(places.__getitem__, items)), handed, frozenset(map(places.__getitem__, read)), chunk)
+        found = self._filled(key, sinks) if self._catalogue.facts.joint.is_built else None
+        if found is not None:
+            events.count("sizes::schedules filled")
+            return found
+        built = build_schedule(self._catalogue, items, sinks, read, chunk)
+        self._note(key, built, places)
+        return built.schedule
+
+    def _filled(self, key: Hashable, sinks: Sequence[Sink]) -> Schedule | None:
+        pattern = self._family.pattern(key)
+        values = None if pattern is None else self._symbols(pattern.formulas)
+        if pattern is None or values is None:
+            return None
+        try:
+            with without_modes(), torch.no_grad():
+                return pattern.fill(self._catalogue, sinks, values)
+        except (NoFormula, AnalysisError, RuntimeError, ValueError, IndexError, TypeError) as error:
+            events.count(f"sizes::schedule built: {type(error).__name__}: {error}")
+            return None
+
+    def _symbols(self, formulas: Formulas) -> tuple[Number, ...] | None:
+        if formulas not in self._values:
+            try:
+                self._values[formulas] = formulas.values_for(self._origin.numbers)
+            except NoFormula:
+                self._values[formulas] = None
+        return self._values[formulas]
+
+    def _note(self, key: Hashable, built: Built, places: dict[Any, int]) -> None:
+        schedule, origin = built.schedule, self._origin
+        wholes: Any = schedule.wholes
+        bare = Schedule(schedule.inputs, schedule.steps, chunk=schedule.chunk, forms=schedule.forms)
+        made = {value: places[item] for value, item in built.items.items()}
+        sample = _Sample(origin.numbers, origin.num_inputs, bare, tuple(map(places.__getitem__, wholes)), made)
+        self._family.add(key, sample)
+        _families.add(self._structure, self._family)
+
+
+class _Built:
+    """The schedules of what has no other sizes."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+
+    def schedule(
+        self, items: Sequence[Item], sinks: Sequence[Sink], read: frozenset[Item], chunk: int | None
+    ) -> Schedule:
+        return build_schedule(self._catalogue, items, sinks, read, chunk).schedule
+
+
+def patterns_of(catalogue: Catalogue) -> Patterns | _Built:
+    """Where the schedules of a program come from."""
+    origin = catalogue.facts.origin
+    return _Built(catalogue) if origin is None else Patterns(catalogue, origin)
