@@ -28,8 +28,9 @@ def _traced(graph: Graph, demand: Demand, whole_norms: bool) -> Any:
     return calls, metas, counting, outputs, tuple(node.slots for node in graph.nodes), demand, whole_norms
 
 
-def _analysed(joint: Joint, batches: dict[int, int], num_samples: int, wanted: set[int] | None = None) -> Any:
-    return joint.module, tuple(batches.items()), num_samples, None if wanted is None else frozenset(wanted)
+def _analysed(joint: Joint, batches: dict[int, int], num_samples: int, wanted: set[int] | None, *others: Any) -> Any:
+    chosen = None if wanted is None else frozenset(wanted)
+    return joint.module, tuple(batches.items()), num_samples, chosen, *others
 
 
 def _remember(module: Any, name: str, key: Callable[..., Any]) -> None:

@@ -519,3 +519,18 @@ def test_a_value_is_spread_over_another_and_seen_through_a_detached_view(source:
         return seen, apart.cos(), base.std()
 
     same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("samples", [5, 8])
+def test_parts_that_share_memory_although_their_schema_does_not_say_so(samples: int) -> None:
+    def program(lazy: Lazy) -> Any:
+        data = randn(samples, 4, 3)
+        leaf = data.clone().requires_grad_()
+        (whole,) = torch.unsafe_split(lazy(leaf), 4, 1)
+        first, second = torch.unsafe_chunk(lazy(leaf), 2, 1)
+        loss = (whole * whole.detach().cos()).sum() + (first * second.detach().sin()).sum()
+        loss.backward()
+        return whole, first, loss, leaf.grad, torch.equal(leaf.detach(), data)
+
+    same_as_eager(program, chunks=(1, 2, 3, 4), in_bytes=True)

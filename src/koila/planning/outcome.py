@@ -52,7 +52,7 @@ _known: Cache[Outcome] = Cache("outcome_cache", 2048)
 
 
 _shown: Cache[bool] = Cache("shown_cache", 8192)
-"""By call without its sizes, whether its results were dense and as large as the types say when it was run."""
+"""By call without its sizes, whether its results were dense, its own, and as large as the types say when it was run."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -96,7 +96,7 @@ def _find(operation: Operation, operands: list[Any], chunk: int, whole: Any, exp
         value = (
             _run(operation.target, args, kwargs)
             if dense is None
-            else _shown_or_run(operation, operands, dense, args, kwargs)
+            else _shown_or_run(operation, operands, metas, dense, args, kwargs)
         )
     places, views = _aliases(value, metas)
     inside, retained = _workspaces(operation.target, args, kwargs, value, metas)
@@ -119,8 +119,13 @@ def _dense(target: Any, operands: list[Any], whole: Any, expected: Shapes | None
     return made if isinstance(whole, (tuple, list)) else made[0]
 
 
-def _shown_or_run(operation: Operation, operands: list[Any], dense: Any, args: Any, kwargs: Any) -> Any:
-    """What a call gives: run on meta tensors, unless that gave dense results before, at other sizes."""
+def _shown_or_run(
+    operation: Operation, operands: list[Any], metas: list[Any], dense: Any, args: Any, kwargs: Any
+) -> Any:
+    """What a call gives: run on meta tensors, unless that gave dense results of their own before, at other sizes.
+
+    Not every operator whose schema names no alias makes memory of its own: `unsafe_split` does not.
+    """
     kinds = tuple((operand.dtype, tuple(min(size, 2) for size in operand.shape)) for operand in operands)
     key = (operation.structure, kinds)
     shown = _shown.get(key)
@@ -129,7 +134,8 @@ def _shown_or_run(operation: Operation, operands: list[Any], dense: Any, args: A
     value = _run(operation.target, args, kwargs)
     if shown is None:
         made = [each for each in _tensors(value) if each is not None]
-        _shown.add(key, form_tree(made) == form_tree(_tensors(dense)))
+        owns = all(isinstance(place, int) for place in _aliases(value, metas)[0])
+        _shown.add(key, owns and form_tree(made) == form_tree(_tensors(dense)))
     return value
 
 
