@@ -534,3 +534,15 @@ def test_parts_that_share_memory_although_their_schema_does_not_say_so(samples: 
         return whole, first, loss, leaf.grad, torch.equal(leaf.detach(), data)
 
     same_as_eager(program, chunks=(1, 2, 3, 4), in_bytes=True)
+
+
+@pytest.mark.semantics("S3")
+def test_a_gathered_value_lies_in_memory_as_it_was_planned() -> None:
+    """An expanded mask is gathered without its overlaps, so what is computed with it has another layout than eager's."""
+
+    def program(lazy: Lazy) -> Any:
+        mask = lazy(torch.tensor([True, True, False, True, False]))
+        values = torch.where(mask.expand(5, 6, 5), lazy(randn(5, 6, 5)), torch.tensor(-7.0, dtype=torch.float64))
+        return torch.softmax(values, 2)
+
+    same_as_eager(program, chunks=(1, 2, 3))

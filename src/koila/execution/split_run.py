@@ -22,6 +22,7 @@ from koila.execution.offload import Pieces, empty_in_file
 from koila.ir.ambient import without_autocast
 from koila.ir.draws import Source
 from koila.ir.graph import Graph
+from koila.planning.forms import Form
 from koila.planning.peak import Projection
 from koila.planning.phases import is_joint, key_of
 from koila.planning.plan import Plan, stream_source
@@ -179,23 +180,12 @@ class _Sink:
             values.setdefault(item, Pieces()).store(self.start, self.stop, value)
             return
         if item not in values:
-            shape, stride = fake.shape, _dense(fake)
+            shape, stride = fake.shape, Form.of(fake).gathered.stride
             if is_offloaded:
                 values[item] = empty_in_file(shape, stride, fake.dtype)
             else:
                 values[item] = torch.empty_strided(shape, stride, dtype=fake.dtype, device=value.device)
         store_chunk(values[item], value, kind, self.start, self.stop, self.run.plan.facts.num_samples)
-
-
-def _dense(fake: torch.Tensor) -> tuple[int, ...]:
-    """Strides in the order that eager's value has, without overlaps or gaps."""
-    strides, shape = fake.stride(), tuple(fake.shape)
-    order = sorted(range(fake.ndim), key=lambda dim: (strides[dim], shape[dim]))
-    found, step = [0] * fake.ndim, 1
-    for dim in order:
-        found[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(found)
 
 
 class SubPlanCode:

@@ -18,7 +18,7 @@ from koila.analysis.types import Merged, Sliced
 from koila.ir.tree import map_leaves
 from koila.planning.cost import node_seconds
 from koila.planning.devices import current_rules
-from koila.planning.forms import Drawn, form_tree
+from koila.planning.forms import Drawn, Form, form_tree
 from koila.planning.operation import Operation, Ref
 from koila.planning.step import Destination, Sink
 
@@ -55,6 +55,8 @@ class Catalogue:
         if item.node.op == "get_attr":
             return form_tree(getattr(self.facts.joint.module, str(item.node.target)))
         found = form_tree(item.node.meta["val"])
+        if item.per_chunk or item.kind == "gather":
+            return map_leaves(found, lambda leaf: leaf.gathered if isinstance(leaf, Form) else leaf)
         return Drawn(found) if item.kind == "input" and item.node in self._draws else found
 
     def operation(self, item: Item, chunk: int | None) -> Operation:

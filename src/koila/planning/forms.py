@@ -53,6 +53,16 @@ class Form:
         """Whether its elements lie side by side, in any order, each once."""
         return _is_dense(self.shape, self.stride)
 
+    @property
+    def gathered(self) -> Form:
+        """The buffer that the chunks of such a value are copied into: its order in memory, without overlaps or gaps."""
+        order = sorted(range(len(self.shape)), key=lambda dim: (self.stride[dim], self.shape[dim]))
+        found, step = [0] * len(self.shape), 1
+        for dim in order:
+            found[dim] = step
+            step *= max(self.shape[dim], 1)
+        return Form(self.shape, tuple(found), self.dtype)
+
     def make(self, device: str = "meta") -> torch.Tensor:
         """A tensor of this layout."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
