@@ -50,14 +50,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def default_device() -> Iterator[None]:
+def default_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`KOILA_DEVICE=sim` runs tests on the simulated accelerator, as far as they name no device themselves."""
     if DEVICE == "cpu":
         yield
         return
     importlib.import_module(f"tests.accelerator.{DEVICE}")
+    monkeypatch.setattr(torch, "Generator", _Generator)
     with torch.device(DEVICE):
         yield
+
+
+class _Generator(torch.Generator):
+    """A generator of the default device, where none is named."""
+
+    def __new__(cls, device: str = DEVICE) -> torch.Generator:
+        return super().__new__(cls, device)
 
 
 @pytest.fixture(autouse=True)
