@@ -14,6 +14,7 @@ import koila
 from koila import _bytes
 from koila.planning.calibration import forget_corrections
 from koila.planning.decide import forget_decisions
+from koila.planning.devices import rules_for
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
 from koila.planning.search import Search
@@ -124,7 +125,7 @@ def test_the_largest_value_at_the_peak_has_its_line() -> None:
 
 def test_a_device_that_is_not_here() -> None:
     plan = koila.plan(mlp_loss(mlp()), backward=True, device="cuda", total="24GiB")
-    assert plan.device == "cuda" and plan.allowed_bytes == 24 * 2**30
+    assert plan.device == "cuda" and plan.allowed_bytes == 24 * 2**30 - rules_for("cuda").context_bytes
     assert "on cuda" in str(plan) and plan.chunk_size == BATCH
 
 

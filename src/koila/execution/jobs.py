@@ -340,7 +340,8 @@ def resolved(budget: Budget, rough: Callable[[], int], devices: Sequence[torch.d
     limits = [_limit(budget, rough, device) for device in devices]
     limit = min((each for each in limits if each is not None), default=None)
     is_share = budget.has_shares and devices[0].type != "cpu"
-    if limit is not None and (budget.is_default or budget.total_bytes is not None or is_share):
+    depends_on_now = budget.is_default or budget.total_bytes is not None or is_share
+    if limit is not None and depends_on_now and is_here(devices[0]):
         # What is free changes all the time: plans are made for steps of an eighth.
         step = 1 << max(0, limit.bit_length() - 4)
         limit = limit // step * step
