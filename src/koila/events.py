@@ -101,7 +101,7 @@ class Metric:
         self.samples: deque[tuple[float, float]] = deque(maxlen=max_samples)
         self.accumulator = 0.0
         self.total_samples = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # Ctrl-C right before it is released must not stop its own thread for good.
 
     def add_sample(self, value: float, timestamp: float | None = None) -> None:
         """Add one value, at `timestamp` in seconds since the epoch (default: now)."""

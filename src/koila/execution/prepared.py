@@ -62,43 +62,45 @@ class PreparedRun:
     """Running statistics that it writes to."""
     bound: tuple[Place, ...]
     """Inputs that are values."""
+    budgets: tuple[int | None, ...]
+    """The byte budgets that these were given."""
     reals: tuple[Place, ...]
     """All inputs, as tensors."""
     context: Context
     """The ambient state of all of its calls."""
     decision: Decision
-    is_plain: bool
-    """Whether nobody had to decide."""
+    """How it was decided to run; always whole."""
     copied_bytes: int
+    """Bytes of gradients and statistics that the run copied, so that it could be taken back."""
     rough_bytes: int
     """More than it may need; see `koila.execution.jobs`."""
     devices: tuple[torch.device, ...]
+    """Where it runs."""
     num_changes: int
     """How often decisions had been changed when it was prepared."""
     counts: Counter[str]
     """What is counted when it has run."""
 
-    def applies(self, entries: Sequence[Entry], given: int | None, is_backward: bool) -> bool:
-        """Whether the program in these entries, with this budget of its inputs, may run like this."""
+    @property
+    def given_bytes(self) -> int | None:
+        """The smallest byte budget that an input was given."""
+        return min((budget for budget in self.budgets if budget is not None), default=None)
+
+    def applies(self, entries: Sequence[Entry], is_backward: bool) -> bool:
+        """Whether the program in these entries may run like this."""
+        budgets = [entries[entry].captured[place].budget for entry, place in self.bound]
+        if tuple(budgets) != self.budgets:
+            return False
         for call in self.calls:
             entry = entries[call.entry]
             if not entry.template.is_fresh(entry.captured):
                 return False
-        if not self._is_within(given):
+        if not self._is_within(self.given_bytes):
             return False
         if self.decision.budget.is_default:
             scope = last_closed()  # What was recorded in a scope that is closed by now is warned of.
             return scope is None or entries[0].sequence > scope.closed
         return self._is_copied_alike(entries, self.changing(entries) if is_backward else ())
-
-    def given_bytes(self, entries: Sequence[Entry]) -> int | None:
-        """The smallest byte budget that an input was given."""
-        smallest: int | None = None
-        for entry, place in self.bound:
-            budget = entries[entry].captured[place].budget
-            if budget is not None and (smallest is None or budget < smallest):
-                smallest = budget
-        return smallest
 
     def _is_within(self, given: int | None) -> bool:
         """Whether the budget in force is the one that it was prepared for."""
@@ -141,11 +143,14 @@ class Question:
         self._epoch = log.epoch
         self._entries: dict[int, int] = {}
         self._templates: list[Any] = []
+        self._budgets: dict[Place, int | None] = {}
 
     def watch(self, entries: Sequence[Entry]) -> None:
         """The program gets nodes and runs as usual: it will be told by these entries what ran."""
         self._entries = {entry.sequence: number for number, entry in enumerate(entries)}
         self._templates = [entry.template for entry in entries]
+        places = self._inputs(range(len(entries)), {BOUND: 0})
+        self._budgets = {(entry, place): entries[entry].captured[place].budget for entry, place in places}
 
     def learn(self, task: Task, decision: Decision, required: set[Node]) -> None:
         """The ordinary run of the same program has succeeded, whole; from now on it is prepared.
@@ -172,12 +177,13 @@ class Question:
             return None
         entries = [entry for entry in order if entry is not None]
         numbers = sorted(number for number in needed if number is not None)
+        bound = tuple(self._inputs(entries, {BOUND: 0}))
         return PreparedRun(
             self._calls(entries, set(numbers)), tuple(numbers), self._places(),
             frozenset(n for n, node in zip(entries, graph.nodes, strict=True) if node in required),
-            tuple(self._written(entries)), tuple(self._inputs(entries, {BOUND: 0})),
-            tuple(self._inputs(entries, {BOUND: 1, REAL: 0})), contexts.pop(), decision, task.is_plain,
-            job.copied_bytes, rough_bytes(graph), job.devices, num_changes(), self._counts(entries),
+            tuple(self._written(entries)), bound, tuple(self._budgets[place] for place in bound),
+            tuple(self._inputs(entries, {BOUND: 1, REAL: 0})), contexts.pop(), decision, job.copied_bytes,
+            rough_bytes(graph), job.devices, num_changes(), self._counts(entries),
         )  # fmt: skip
 
     def _calls(self, entries: Sequence[int], needed: set[int]) -> tuple[PreparedCall, ...]:

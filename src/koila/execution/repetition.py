@@ -31,11 +31,12 @@ from koila.planning.failures import is_out_of_memory
 class Repetition:
     """A prepared run on its way."""
 
-    def __init__(self, run: PreparedRun, log: Log, given: int | None) -> None:
-        self.run, self._log, self._given = run, log, given
+    def __init__(self, run: PreparedRun, log: Log) -> None:
+        self.run, self._log, self._given = run, log, run.given_bytes
         self._entries = log.entries
         self._written = run.written_tensors(log.entries) if run.written else []
         self._storages: dict[int, Storage] = {}
+        self._has_nodes = False
         self._binding: Binding | None = None
 
     def inputs(self) -> Iterator[Value]:
@@ -69,7 +70,7 @@ class Repetition:
             commit(request, (None,), changing, can_be_repeated=True)
 
     def _make_calls(self) -> tuple[list[Any], set[int]]:
-        if self.run.context is current_context():
+        if not self.run.context.nested and self.run.context is current_context():
             return _make_calls(self.run, self._entries)
         with self.run.context.enter_region(), self.run.context.enter():
             return _make_calls(self.run, self._entries)
@@ -138,6 +139,7 @@ class Repetition:
         """Some calls have failed that nobody required: they stay pending, so all of them get nodes."""
         entries = self._entries = list(self._entries)
         self._log.flush()
+        self._has_nodes = True
         nodes: dict[int, Node] = {node.sequence: node for ref in self._log.tape if (node := ref()) is not None}
         made = (entries[call.entry].sequence for call in self.run.calls if call.entry not in failed)
         done = [nodes[sequence] for sequence in made if sequence in nodes]
@@ -151,18 +153,17 @@ class Repetition:
         """Everything is pending again."""
         if self._binding is not None:
             self._binding.undo()
-            return
-        for number in self.run.needed:
-            self._result(number)[1]._held = None
-        self._log.put_back(self._entries)
+        if not self._has_nodes:
+            for number in self.run.needed:
+                self._result(number)[1]._held = None
+            self._log.put_back(self._entries)
 
 
 def repetition_of(question: Question, log: Log) -> Repetition | None:
     """How a question is answered by a prepared run; None: it cannot, and watches how it is answered."""
     run = question.run
-    given = None if run is None else run.given_bytes(log.entries)
-    if run is not None and run.applies(log.entries, given, question.is_backward):
-        return Repetition(run, log, given)
+    if run is not None and run.applies(log.entries, question.is_backward):
+        return Repetition(run, log)
     question.watch(log.entries)
     return None
 

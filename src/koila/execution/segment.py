@@ -29,7 +29,7 @@ class _Alive:
 
     def __init__(self) -> None:
         self._states: weakref.WeakSet[SegmentState] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # Ctrl-C right before it is released must not stop its own thread for good.
 
     def add(self, state: SegmentState) -> None:
         with self._lock:

@@ -557,3 +557,31 @@ def test_programs_that_nobody_reads_keep_nothing_alive() -> None:
         del batch
     koila.lazy(X)
     assert [reference() for reference in alive] == [None] * 4
+
+
+def test_the_budgets_of_inputs_are_those_of_this_step() -> None:
+    def step(left: str | None, right: str | None) -> Any:
+        return (koila.lazy(X, budget=left) @ W).sum() + koila.lazy(X, budget=right).sum()
+
+    wanted = (X @ W).sum() + X.sum()
+    for left, right in ((None, None),) * 4 + (("1GiB", None),) * 2 + ((None, "1GiB"), ("1GiB", "2GiB"), (None, None)):
+        total = step(left, right)
+        assert total.item() == wanted.item()
+        allowed = koila.last_report().allowed_bytes
+        assert allowed == (None if (left, right) == (None, None) else 2**30)
+
+
+def test_autocast_keeps_its_cache_as_in_eager() -> None:
+    weight = W.clone().requires_grad_()
+
+    def step(make: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+        weight.grad = None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = make(X)
+            loss = F.linear(F.linear(h, weight), weight).float().square().mean()
+        loss.backward()
+        return weight.grad
+
+    wanted = step(lambda tensor: tensor).clone()
+    for _ in range(5):
+        assert torch.equal(step(koila.lazy), wanted)
