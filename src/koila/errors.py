@@ -69,7 +69,7 @@ class StaleInputError(KoilaError):
 
     Methods of a tensor that write to it are seen before they do, and so is whoever reads its ``data``: what is pending
     on it runs first. This error is for changes that are seen afterwards only (``out=``, ``torch._foreach_*``, C++), and
-    for values that no budget allowed to run before the write.
+    for values that were computed once and were too large to be kept.
     """
 
 

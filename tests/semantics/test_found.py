@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 import koila
 from koila.capture.pending import recorder
-from tests.semantics.compare import Lazy, outcome, same_as_eager
+from tests.semantics.compare import Lazy, check, chunked, outcome, same_as_eager
 
 SIZES = (None, 1, 3)
 REFUSALS = "positive-definite|singular|out of bounds|Class values|between 0 and 1"
@@ -538,7 +539,7 @@ def test_parts_that_share_memory_although_their_schema_does_not_say_so(samples: 
 
 @pytest.mark.semantics("S3")
 def test_a_gathered_value_lies_in_memory_as_it_was_planned() -> None:
-    """An expanded mask is gathered without its overlaps, so what is computed with it has another layout than eager's."""
+    """An expanded mask is gathered without its overlaps; what is computed with it has another layout than eager's."""
 
     def program(lazy: Lazy) -> Any:
         mask = lazy(torch.tensor([True, True, False, True, False]))
@@ -546,3 +547,108 @@ def test_a_gathered_value_lies_in_memory_as_it_was_planned() -> None:
         return torch.softmax(values, 2)
 
     same_as_eager(program, chunks=(1, 2, 3))
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("base_requires_grad", [True, False])
+def test_what_detach_took_gets_a_gradient_by_a_write(base_requires_grad: bool) -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = randn(4).requires_grad_()
+        base = lazy(randn(7, 4)) * (weight if base_requires_grad else 2.0)
+        apart = base.detach()
+        apart.copy_(base + weight)
+        values = base.tolist(), apart[apart > 0.1].sum().item()
+        known = base.requires_grad, apart.requires_grad, apart[1:].requires_grad
+        apart.square().mean().backward()
+        return values, known, weight.grad
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S3")
+def test_a_write_to_one_result_of_a_call_whose_other_result_is_pending() -> None:
+    """The call is made again for the other one; what was read and written since is an input."""
+
+    def program(lazy: Lazy, following: Callable[[], Any] = nullcontext) -> Any:
+        weight, seen = randn(5).requires_grad_(), list[Any]()
+        spread, center = torch.var_mean(lazy(randn(7, 3, 5)) * weight, dim=-1)
+        first = center.detach().tolist()
+        with torch.no_grad():
+            center.mul_(2)
+        center.register_hook(lambda gradient: seen.append(gradient.sum()))
+        with following():
+            loss = spread.mean() + center.square().sum()
+            loss.backward()
+        return first, loss, weight.grad, seen
+
+    same_as_eager(program, chunks=(1, 3))
+    with koila.budget(chunk_size=2):
+        found = outcome(lambda lazy: program(lazy, lambda: koila.budget("1GiB")), koila.lazy)
+    check(found, outcome(program, lambda value: value), exact=False, way="first in chunks, then whole")
+
+
+@pytest.mark.semantics("S11")
+def test_a_buffer_written_before_a_gradient_that_is_differentiated_again() -> None:
+    def program(lazy: Lazy) -> Any:
+        weight, mean = randn(4).requires_grad_(), randn(4)
+        centered = lazy(randn(7, 4)) * weight + mean
+        with torch.no_grad():
+            mean.mul_(0.9)
+        (gradient,) = torch.autograd.grad(centered.pow(3).sum(), weight, create_graph=True)
+        gradient.square().sum().backward()
+        return gradient.detach(), weight.grad, mean
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S11")
+def test_a_factor_written_before_a_gradient_that_is_differentiated_again() -> None:
+    """Eager refuses: autograd has saved the factor. So does koila, in chunks, too."""
+    for size in SIZES:
+        weight, scale = randn(4).requires_grad_(), randn(4)
+        with chunked(size), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            value = koila.lazy(randn(7, 4)) * weight * scale
+            scale.mul_(0.9)
+            torch.autograd.grad(value.square().sum(), weight, create_graph=True)[0].sum().item()
+        recorder.forget()
+
+
+@pytest.mark.semantics("S12")
+@pytest.mark.parametrize("reads", [lambda each: each.sum(), lambda each: each])
+def test_a_hook_on_a_tensor_of_which_only_the_layout_is_used(reads: Any) -> None:
+    def program(lazy: Lazy) -> Any:
+        weight, like, scale = randn(4).requires_grad_(), randn(7, 4).requires_grad_(), randn(()).requires_grad_()
+        seen: list[Any] = []
+        for each in (weight, like, scale):
+            each.register_hook(lambda gradient: seen.append(gradient * 0.5))
+        filled = torch.zeros_like(lazy(randn(7, 4)) * like)
+        filled.copy_(scale)
+        value = reads((lazy(randn(7, 4)) + weight.expand_as(like)).type_as(like).square() + filled)
+        numbers = value.tolist()
+        value.sum().backward()
+        return numbers, weight.grad, like.grad, scale.grad, len(seen)
+
+    same_as_eager(program, chunks=(1, 3))
+
+
+@pytest.mark.semantics("S18")
+def test_a_budget_that_refused_what_had_to_run_before_a_write_is_the_error() -> None:
+    def program(lazy: Lazy) -> Any:
+        mean, weight = randn(40), randn(40)
+        rows = lazy(randn(64, 40)) * weight
+        centered = rows + mean
+        mean.mul_(0.9)
+        return centered.sum(), mean
+
+    mean = randn(40)
+    centered = koila.lazy(randn(64, 40)) + mean
+    with koila.budget(4000):
+        mean.mul_(0.9)
+    assert koila.metrics.counter_value("readers::left pending") == 1
+    with pytest.raises(
+        koila.BudgetError, match=r"Tensor\.add had to run before one of its inputs was changed"
+    ) as found:
+        centered.sum().item()
+    assert found.value.allowed_bytes == 4000
+    recorder.forget()
+    same_as_eager(program, chunks=(), in_bytes=True)

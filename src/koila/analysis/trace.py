@@ -229,7 +229,8 @@ class _Program:
         return [*(value.detach() for value in wanted), *grads, *written]
 
     def _forward(self, leaves: list[torch.Tensor], by_input: dict[Input, torch.Tensor]) -> dict[Value, Any]:
-        environment: dict[Value, Any] = {}
+        inputs = ((value, self.index.get(id(value.real))) for value in self.graph.bound)
+        environment: dict[Value, Any] = {value: leaves[index] for value, index in inputs if index is not None}
         position = self.graph.positions
 
         def lookup(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from koila import events
 from koila._torch.transforms import outermost_data
 from koila.capture.bridge import Bridge
 from koila.capture.pending import address_of, recorder
-from koila.errors import KoilaError
+from koila.errors import BudgetError, KoilaError
 from koila.ir.node import Node, Value
 from koila.ir.source import user_site
 
@@ -52,11 +52,11 @@ class _Readers:
             return True
         return address_of(operand) in self._addresses
 
-    def give_up(self) -> None:
-        """What has not run by now is stale, whether a version will tell or not."""
+    def give_up(self, refusal: BudgetError | None) -> None:
+        """What has not run by now is stale, whether a version will tell or not; a refusal may be the reason."""
         for node in self.nodes:
             if not node.done or any(value.node is node for value in _results(node)):
-                node.note_change(self._is_written)
+                node.note_change(self._is_written, refusal)
 
 
 def _results(node: Node) -> list[Value]:
@@ -84,8 +84,9 @@ def before_write(tensor: torch.Tensor, unseen: bool = False) -> None:
         tensor: The tensor.
         unseen: Whether its version will not tell.
 
-    Nobody has asked for these values. What no budget allows to run, and what was released once and is too large to be
-    kept, stays pending: whoever reads it after the write gets a `StaleInputError`.
+    Nobody has asked for these values. What was released once and is too large to be kept stays pending: whoever reads
+    it after the write gets a `StaleInputError`. So does what no budget allows to run: whoever reads it gets the
+    `BudgetError` then.
     """
     tensor = outermost_data(tensor)
     if recorder.is_read(tensor):
@@ -95,11 +96,14 @@ def before_write(tensor: torch.Tensor, unseen: bool = False) -> None:
 
 
 def _run_for_others(found: _Readers) -> None:
+    refusal: BudgetError | None = None
     try:
         if found.pending:
             events.forced(WHY, user_site())
             Bridge.realizer.materialize(found.pending, WHY)
         Bridge.realizer.run_what_fits(found.released, WHY)
-    except KoilaError:
+    except KoilaError as error:
         events.count("readers::left pending", site=user_site())
-    found.give_up()
+        refusal = error if isinstance(error, BudgetError) else None
+        error.__traceback__ = error.__context__ = None  # Its frames hold what was to run.
+    found.give_up(refusal)

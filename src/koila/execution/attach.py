@@ -26,6 +26,7 @@ from koila.execution.whole_run import gradients_whole
 from koila.ir.graph import Graph, collect, connected_leaves, connected_nodes
 from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import Value, version_of
+from koila.ir.second_order import reached_leaves
 from koila.ir.source import user_site
 from koila.planning.decide import Decision
 
@@ -39,7 +40,7 @@ def attached(job: Job, decision: Decision, results: Results, seeds: Seeds) -> di
         is_root = set(group) <= set(job.demand.roots)
         own = _own_graph(graph, group)
         connected = connected_nodes(own, own.outputs)
-        leaves = connected_leaves(own, own.outputs, connected)
+        leaves = _reached(own, connected_leaves(own, own.outputs, connected))
         if not leaves:
             continue
         values = [_fresh(results.outputs[index], graph.leaves) for index in group]
@@ -73,6 +74,11 @@ def _groups(job: Job, results: Results) -> list[tuple[int, ...]]:
         if job.graph.outputs[index].requires_grad and index not in roots:
             siblings.setdefault(job.graph.outputs[index].node, []).append(index)
     return [*([roots] if roots else []), *(tuple(group) for group in siblings.values())]
+
+
+def _reached(own: Graph, leaves: tuple[int, ...]) -> tuple[int, ...]:
+    """The leaves of a segment: autograd calls a hook on each of them, also if no gradient comes to it."""
+    return reached_leaves(own, leaves) if any(tensor_hooks(own.leaves[leaf]) for leaf in leaves) else leaves
 
 
 def _in_order(leaves: list[torch.Tensor], graph: Graph, decision: Decision) -> list[torch.Tensor]:
@@ -176,7 +182,7 @@ class _Rerun:
     def check_fresh(self) -> None:
         changed = [index for index in range(len(self.versions)) if self._has_changed(index)]
         digests = ((index, digest) for index, digest in self._digests.items() if index not in changed)
-        is_stale = not all(map(self._is_known, changed)) or (changed and torch.is_grad_enabled())
+        is_stale = not all(map(self._is_known, changed))
         if is_stale or any(_digest(self.own.leaves[index]) != digest for index, digest in digests):
             raise StaleInputError(
                 "an input was changed after the forward pass and before the backward pass that needs it",

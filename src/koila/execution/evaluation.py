@@ -84,6 +84,15 @@ class Evaluation:
         given = (self._is_older(value, changed.get(value.storage, ())) for value in self.graph.outputs)
         return any(given) or any(value.storage in changed for value in self.derived)
 
+    @property
+    def has_written_aliases(self) -> bool:
+        """Whether a write has given a gradient to what `detach` took from a value: it is no view of it for autograd.
+
+        Made again from that value, it would have no gradient.
+        """
+        made = (value for value in self.derived if value.requires_grad)
+        return any(value.family != _base(value).family for value in made)
+
     def _is_older(self, value: Value, changes: Iterable[tuple[int, Value]]) -> bool:
         """Whether one of these changes to other values of its memory came after a value was made."""
         made, _ = self.graph.produced.get(value, (-1, 0))

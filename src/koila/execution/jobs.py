@@ -266,6 +266,8 @@ def _why_whole(own: Evaluation, request: BackwardRequest | None) -> str | None:
     graph = own.graph
     if own.has_reshaped_views:
         return "a view shares memory with a value whose shape was changed in place"
+    if own.has_written_aliases:
+        return "a write gave a gradient to what detach() took from a value of the same memory"
     if _writes_to_overlaps(graph):
         return "a value whose elements share memory (expand, unfold) is written to through a view"
     if any(node.func in HOOKS for node in graph.nodes):

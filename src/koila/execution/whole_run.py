@@ -49,7 +49,7 @@ def _replay(
     Gives the values, and the calls that were made: those that nobody requires may be stale, or fail. `is_fresh` says
     that somebody has looked whether the inputs are as they were.
     """
-    environment: dict[Value, Any] = {}
+    environment: dict[Value, Any] = {value: value.real for value in graph.bound}
     failed = set[Node]() if is_fresh else _stale(graph, required)
     dying = _last_uses(graph, wanted)
 
@@ -113,7 +113,8 @@ def run_whole(
         required: Says which calls must succeed; all of them if it is not given. It is asked if one does not.
     """
     with restored_on_error(written_leaves(graph)):
-        return _replay(graph, wanted, effects, {}, required or (lambda: graph.positions.keys()))
+        environment, done = _replay(graph, wanted, effects, {}, required or (lambda: graph.positions.keys()))
+    return {value: environment[value] for value in wanted if value in environment}, done
 
 
 def inner_gradient(

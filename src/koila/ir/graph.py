@@ -7,13 +7,13 @@ leaves, and a key that two programs share exactly if they make the same calls on
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from koila.errors import StaleInputError
+from koila.errors import BudgetError, KoilaError, StaleInputError
 from koila.ir.changes import changed_at
 from koila.ir.node import Node, Value, version_of
 from koila.ir.owned import OwnedCall
@@ -29,6 +29,14 @@ class Graph:
     """In program order."""
     outputs: tuple[Value, ...]
     """The values that are wanted."""
+    bound: frozenset[Value] = field(init=False, repr=False, compare=False)
+    """Results of its calls that were real tensors when the graph was made. They are inputs: the user may have written
+    to them since. Their call is made again for another result of it, which is still pending."""
+
+    def __post_init__(self) -> None:
+        made = (node.output(index) for node in self.nodes if node.done for index in range(node.num_outputs))
+        bound = frozenset([value for value in made if value is not None and value.node is None])
+        object.__setattr__(self, "bound", bound)
 
     @cached_property
     def positions(self) -> dict[Node, int]:
@@ -42,12 +50,12 @@ class Graph:
 
     @cached_property
     def produced(self) -> dict[Value, tuple[int, int]]:
-        """(node, result) of each value that the program computes, whether it was bound since or not."""
+        """(node, result) of each value that the program computes; it may have been bound since the graph was made."""
         return {
             value: (position, index)
             for position, node in enumerate(self.nodes)
             for index in range(node.num_outputs)
-            if (value := node.output(index)) is not None
+            if (value := node.output(index)) is not None and value not in self.bound
         }
 
     def _inputs(self) -> Iterator[Value | torch.Tensor]:
@@ -129,12 +137,15 @@ class Graph:
         own = parts.pop(lead(wanted[0])) if wanted else []
         return Graph(tuple(own), self.outputs), [Graph(tuple(nodes), ()) for nodes in parts.values()]
 
-    def stale(self) -> Iterator[tuple[Node, StaleInputError]]:
-        """Calls of which an operand was changed since they were recorded, with the error that says so (Rule 5)."""
+    def stale(self) -> Iterator[tuple[Node, KoilaError]]:
+        """Calls of which an operand was changed since they were recorded, with the error that says so (Rule 5).
+
+        It is a `BudgetError` where the call was to run before the change, and a budget refused that.
+        """
         for node in self.nodes:
             for operand, recorded in zip(node.operands, node.versions, strict=True):
                 if recorded is not None and recorded != version_of(operand):
-                    yield node, _stale(node, operand)
+                    yield node, _stale(node, operand) if node.refusal is None else _refused(node, node.refusal)
                     break
         yield from self.rebound()
 
@@ -212,6 +223,16 @@ def _stale(node: Node, operand: Value | torch.Tensor) -> StaleInputError:
         f"an input of {node.name} (shape {list(real.shape)}) was changed after the call was recorded and before it ran",
         where=f"recorded at {node.site}, {'' if changed is None else f'changed at {changed}, '}run at {user_site()}",
         hint=_way_out(node),
+    )
+
+
+def _refused(node: Node, refusal: BudgetError) -> BudgetError:
+    return BudgetError(
+        f"{node.name} had to run before one of its inputs was changed: {refusal.fact}",
+        where=f"recorded at {node.site}, run at {user_site()}; {refusal.where}",
+        hint=refusal.hint,
+        needed_bytes=refusal.needed_bytes,
+        allowed_bytes=refusal.allowed_bytes,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 
 from koila._scopes import moments
 from koila._torch import write_count
+from koila.errors import BudgetError
 from koila.ir.prepass import Inference, PrePass
 from koila.ir.source import Site
 
@@ -146,6 +147,7 @@ class Node:
         "kwargs",
         "left_behind",
         "operands",
+        "refusal",
         "sequence",
         "site",
         "slots",
@@ -188,6 +190,8 @@ class Node:
         """Whether a run has executed it; a value of it that was too large to keep can still be asked for."""
         self.versions: tuple[tuple[int, int, bool] | None, ...] = ()
         """`version_of` each operand when the call was recorded; None for a pending one."""
+        self.refusal: BudgetError | None = None
+        """Why it did not run before one of its operands was changed, if a budget was the reason."""
         self.slots: tuple[float, ...] = ()
         """Python numbers that are not part of the program's key, in order of appearance."""
         self.storages: list[Storage] = []
@@ -235,8 +239,16 @@ class Node:
         """Pending or bound values among the operands."""
         return (operand for operand in self.operands if isinstance(operand, Value))
 
-    def note_change(self, is_changed: Callable[[Value | torch.Tensor], bool]) -> None:
-        """Operands that are changed now without a new version: the call is stale, should it ever run."""
+    def note_change(
+        self, is_changed: Callable[[Value | torch.Tensor], bool], refusal: BudgetError | None
+    ) -> None:  # fmt: skip
+        """Operands that are changed now without a new version: the call is stale, should it ever run.
+
+        Args:
+            is_changed: Whether an operand is changed.
+            refusal: Why the call did not run before, if a budget was the reason.
+        """
+        self.refusal = refusal
         pairs = zip(self.operands, self.versions, strict=True)
         self.versions = tuple([_CHANGED if is_changed(operand) else version for operand, version in pairs])
 

@@ -1,7 +1,7 @@
 """Replaying recorded calls, in order, on whatever tensors stand for their values: eager execution itself.
 
-*Takes* nodes and an environment (value → tensor; real, fake or traced). *Gives* the environment completed. The whole
-run and the joint trace both go through here, so they cannot differ.
+*Takes* nodes and an environment (value → tensor; real, fake or traced) that begins with `Graph.bound`. *Gives* the
+environment completed. The whole run and the joint trace both go through here, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def _note_site(node: Node, made: list[Any], before: Sequence[Any]) -> None:
 
 
 def assign_outputs(node: Node, result: Any, environment: dict[Value, Any]) -> None:
-    """Put a call's results under the values that anything still refers to."""
+    """Put a call's results under the values that anything still refers to; what is there already is an input."""
     index = 0
     for leaf in leaves(result):
         if isinstance(leaf, torch.Tensor):
             value = node.output(index)
             if value is not None and node.inference.outputs[index].same_as is None:
-                environment[value] = leaf
+                environment.setdefault(value, leaf)
             index += 1
 
 

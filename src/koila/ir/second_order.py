@@ -1,8 +1,9 @@
 """What is known of `autograd.grad` before it runs: where it goes, and whether its results require grad.
 
 *Takes* a pending program, and what it is differentiated by. *Gives* whether the program is all that gradients go
-through, and for each gradient whether it can be differentiated again. That of a linear function cannot: it depends on
-no tensor that requires grad. Autograd itself answers, on fake tensors, once for all programs of one structure.
+through, which leaves they reach, and for each gradient whether it can be differentiated again. That of a linear
+function cannot: it depends on no tensor that requires grad. Autograd itself answers, on fake tensors, once for all
+programs of one structure.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from koila.ir.stand_ins import StandIns
 
 _known: Cache[tuple[bool, ...]] = Cache("second_order_cache", 1024)
 """By program and inputs, which gradients require grad."""
+_reached: Cache[tuple[bool, ...]] = Cache("reached_leaves_cache", 1024)
+"""By program and leaves, to which of these a gradient comes."""
 
 MAX_WALK = 10_000
 """Autograd's nodes that are looked at: PyTorch crashes when a graph of 50,000 is freed that Python has walked."""
@@ -80,13 +83,36 @@ def _place(graph: Graph, tensor: Value | torch.Tensor) -> Any:
 
 
 def _ask(graph: Graph, inputs: Sequence[Value | torch.Tensor]) -> tuple[bool, ...]:
+    gradients = _fake_gradients(graph, inputs, create_graph=True)
+    return tuple([gradient.requires_grad for gradient in gradients])
+
+
+def reached_leaves(graph: Graph, leaves: tuple[int, ...]) -> tuple[int, ...]:
+    """The leaves to which a gradient of the program's outputs comes; all of them where that is not known.
+
+    A call may take a tensor that requires grad and not differentiate by it: `zeros_like`, `type_as`, `expand_as`.
+    """
+
+    def ask() -> tuple[bool, ...]:
+        try:
+            found = _fake_gradients(graph, [graph.leaves[leaf] for leaf in leaves], allow_unused=True)
+        except Exception:  # Whatever fake tensors cannot do, and what eager refuses: the run says so.
+            return (True,) * len(leaves)
+        is_known = any(gradient is not None for gradient in found)
+        return tuple([not is_known or gradient is not None for gradient in found])
+
+    is_reached = _reached.get_or_add((graph.key, leaves), ask)
+    return tuple([leaf for leaf, reached in zip(leaves, is_reached, strict=True) if reached])
+
+
+def _fake_gradients(graph: Graph, inputs: Sequence[Value | torch.Tensor], **options: bool) -> Sequence[Any]:
+    """What `autograd.grad` gives for the outputs of a program that is replayed on fake tensors."""
     with (
         torch.inference_mode(False), ordinary_dispatch(), without_saved_tensors_hooks(),
         FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.set_detect_anomaly(False),
     ):  # fmt: skip
         fakes = StandIns(graph)
         replay(fakes.calls, fakes.environment, lambda node: fakes.lookup, fakes.numbers)
-        roots = [fakes.environment[value] for value in graph.outputs]
+        roots = [root for value in graph.outputs if (root := fakes.environment[value]).requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
-        gradients = torch.autograd.grad(roots, [fakes.lookup(each) for each in inputs], seeds, create_graph=True)
-        return tuple([gradient.requires_grad for gradient in gradients])
+        return torch.autograd.grad(roots, [fakes.lookup(each) for each in inputs], seeds, **options)

@@ -23,7 +23,9 @@ class StandIns:
         """What is replayed: nobody's hooks see a fake tensor."""
         self.leaves = {id(leaf): _fake(leaf) for leaf in graph.leaves}
         """By identity, the stand-in of each leaf."""
-        self.environment: dict[Value, Any] = {}
+        self.environment: dict[Value, Any] = {
+            value: self.leaves[id(value.real)] for value in graph.bound if id(value.real) in self.leaves
+        }
         """What was computed."""
 
     def lookup(self, leaf: Any) -> Any:
