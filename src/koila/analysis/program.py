@@ -34,7 +34,7 @@ class NotSplittable(Exception):
         """Whether that is so for good: an error while tracing or planning may be of the moment."""
 
 
-MAX_NODES = 3_000
+MAX_NODES = 2_000
 """Joint graphs are kept as long as they have fewer nodes in all; a node takes about two KiB."""
 ALWAYS = 4
 """So many are kept in any case: the programs of a loop, with its evaluation and its short last batches."""

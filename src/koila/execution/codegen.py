@@ -50,7 +50,7 @@ class Loop:
 
 _SMALL = 4
 """Whole numbers up to this stand in the text: they are dimensions and flags, mostly."""
-_codes: Cache[CodeType] = Cache("code_cache", 2**19, lambda code: len(code.co_code))
+_codes: Cache[CodeType] = Cache("code_cache", 2**18, lambda code: len(code.co_code))
 """By text, what Python made of it; weighed by its bytes."""
 
 

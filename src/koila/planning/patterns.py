@@ -11,7 +11,7 @@ allocates inside follows no formula; the table of workspaces is asked again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +19,17 @@ import torch
 
 from koila import events
 from koila._torch import OpOverload, without_modes
-from koila.analysis.formulas import Formula, Formulas, NoFormula
+from koila.analysis.formulas import Formulas, NoFormula
 from koila.analysis.split import Item, Origin
-from koila.analysis.trace import SlotArgument
-from koila.analysis.types import Sliced
 from koila.errors import AnalysisError
 from koila.ir.cache import Cache
 from koila.ir.numbers import Number
+from koila.planning.alignment import Alignment, Numbered, Varying, filled
 from koila.planning.build import Built, build_schedule, check_shape, slack_of
 from koila.planning.catalogue import Catalogue, result_shapes
 from koila.planning.cost import VIEW_SECONDS, moving_seconds
 from koila.planning.devices import current_rules
-from koila.planning.forms import Drawn, Form, forms_of
+from koila.planning.forms import Drawn, forms_of
 from koila.planning.in_place import overwritable, variant_of
 from koila.planning.operation import Operation, OperatorWork, slice_whole
 from koila.planning.outcome import Outcome, outcome_of
@@ -44,83 +43,6 @@ MAX_STEPS = 6_000
 """Patterns are kept as long as their schedules have fewer steps in all; a step takes about one KiB."""
 ALWAYS = 4
 """So many programs have patterns in any case."""
-
-
-# Alignment.
-
-
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """Stands for a number that varies, by its place among the formulas of a pattern."""
-
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Varying:
-    """Stands for a structure that holds numbers that vary."""
-
-    make: Callable[[list[Any]], Any]
-    parts: tuple[Any, ...]
-
-
-_OPENED: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any]], Any]]] = {
-    list: (iter, list),
-    tuple: (iter, tuple),
-    Form: (lambda form: (form.shape, form.stride, form.dtype, form.is_conj, form.is_neg), lambda parts: Form(*parts)),
-    Drawn: (lambda drawn: (drawn.form,), lambda parts: Drawn(*parts)),
-    Sliced: (lambda kind: (kind.dim, kind.outer, kind.inner, kind.granule), lambda parts: Sliced(*parts)),
-}
-"""What is looked into: how it is taken apart, and put together again."""
-
-
-class _Alignment:
-    """Makes one structure of those in all samples, with formulas in the place of numbers that differ."""
-
-    def __init__(self, formulas: Formulas) -> None:
-        self._formulas = formulas
-        self.places: dict[Formula, int] = {}
-
-    def align(self, values: Sequence[Any]) -> Any:
-        first, kind = values[0], type(values[0])
-        if any(type(value) is not kind for value in values):
-            raise NoFormula("steps differ in type")
-        if kind in (int, float):
-            return self._number(tuple(values))
-        if kind is dict:
-            return self._opened(values, dict.values, lambda parts: dict(zip(first, parts, strict=True)))
-        opened = list if isinstance(first, list) else kind  # FX has lists of its own.
-        if opened in _OPENED:
-            return self._opened(values, *_OPENED[opened])
-        if isinstance(first, torch.Tensor):
-            raise NoFormula("a step holds a tensor")
-        keys = [value.slot for value in values] if isinstance(first, SlotArgument) else values
-        if any(key != keys[0] for key in keys):
-            raise NoFormula("steps differ in what has no number")
-        return first
-
-    def _opened(self, values: Sequence[Any], take: Callable[[Any], Any], make: Callable[[list[Any]], Any]) -> Any:
-        opened = [tuple(take(value)) for value in values]
-        if any(len(parts) != len(opened[0]) for parts in opened):
-            raise NoFormula("steps differ in length")
-        parts = tuple(self.align(each) for each in zip(*opened, strict=True))
-        varies = any(type(part) in (_Number, _Varying) for part in parts)
-        return _Varying(make, parts) if varies else values[0]
-
-    def _number(self, values: tuple[Number, ...]) -> Any:
-        if all(value == values[0] for value in values):
-            return values[0]
-        formula = self._formulas.formula(values)
-        if formula is None:
-            raise NoFormula(f"{', '.join(map(str, values))} follow from nothing that is recorded")
-        return _Number(self.places.setdefault(formula, len(self.places)))
-
-
-def _filled(tree: Any, numbers: Sequence[Number]) -> Any:
-    kind = type(tree)
-    if kind is _Number:
-        return numbers[tree.place]
-    return tree.make([_filled(part, numbers) for part in tree.parts]) if kind is _Varying else tree
 
 
 # One schedule.
@@ -158,10 +80,10 @@ class _Pattern:
         first = schedules[0]
         if any(len(schedule.steps) != len(first.steps) or schedule.inputs != first.inputs for schedule in schedules):
             raise NoFormula("schedules differ in length")
-        alignment = _Alignment(formulas)
+        alignment = Alignment(formulas)
         self.formulas, self.chunk, self.inputs, self.wholes = formulas, first.chunk, first.inputs, samples[0].wholes
         self.forms = [alignment.align(each) for each in zip(*(schedule.forms for schedule in schedules), strict=True)]
-        self._fixed = {number for number, form in enumerate(self.forms) if not isinstance(form, _Varying)}
+        self._fixed = {number for number, form in enumerate(self.forms) if not isinstance(form, Varying)}
         self._filling = set[int]()
         self._kinds: dict[int, set[torch.dtype]] = {n: _dtypes(form) for n, form in enumerate(first.forms)}
         rows = zip(*(schedule.steps for schedule in schedules), strict=True)
@@ -170,7 +92,7 @@ class _Pattern:
         fixed = (pattern.step for pattern in self.steps if pattern.is_fixed)
         self.fixed_forms = {step.value: step.work.form for step in fixed}
 
-    def _step(self, row: tuple[Step, ...], alignment: _Alignment, items: dict[int, int]) -> _StepPattern:
+    def _step(self, row: tuple[Step, ...], alignment: Alignment, items: dict[int, int]) -> _StepPattern:
         step, keys = row[0], [_key(step) for step in row]
         if any(key != keys[0] for key in keys):
             raise NoFormula("steps differ in what they do")
@@ -182,7 +104,7 @@ class _Pattern:
         args = alignment.align([operation.args for operation in operations])
         kwargs = alignment.align([operation.kwargs for operation in operations])
         form = alignment.align([each.work.form for each in row])
-        fixed = not any(isinstance(tree, (_Varying, _Number)) for tree in (args, kwargs, form, places))
+        fixed = not any(isinstance(tree, (Varying, Numbered)) for tree in (args, kwargs, form, places))
         fixed = fixed and self._fixed.issuperset(step.operands)
         self._kinds[step.value] = _dtypes(step.work.form)
         kinds = set().union(*(self._kinds[operand] for operand in step.operands), self._kinds[step.value])
@@ -201,7 +123,7 @@ class _Pattern:
         items = catalogue.facts.items
         wholes = tuple(items[place] for place in self.wholes)
         forms = [catalogue.whole_form(item) for item in wholes]
-        if any(_filled(form, numbers) != there for form, there in zip(self.forms, forms, strict=True)):
+        if any(filled(form, numbers) != there for form, there in zip(self.forms, forms, strict=True)):
             raise NoFormula("an input is not as its formula says")
         made = _Filling(self.chunk, numbers, items, {**self.fixed_forms, **dict(enumerate(forms))})
         steps = tuple([pattern.step if pattern.is_fixed else made.step(pattern) for pattern in self.steps])
@@ -220,12 +142,12 @@ class _Filling:
         step, numbers = pattern.step, self.numbers
         if step.kind is Kind.HAND_ON:
             return _renewed(step, seconds=copy_seconds(self._num_bytes(step.operands[0])))
-        work, places = step.work, _filled(pattern.places, numbers)
-        form = self.forms[step.value] = _filled(pattern.form, numbers)
+        work, places = step.work, filled(pattern.places, numbers)
+        form = self.forms[step.value] = filled(pattern.form, numbers)
         item = None if pattern.item is None else self.items[pattern.item]
         if item is not None:
             check_shape(item, form, self.chunk)
-        args, kwargs = _filled(pattern.args, numbers), _filled(pattern.kwargs, numbers)
+        args, kwargs = filled(pattern.args, numbers), filled(pattern.kwargs, numbers)
         same = args is work.operation.args and kwargs is work.operation.kwargs
         operation = work.operation if same else Operation(work.target, args, kwargs)
         work = OperatorWork(operation, form, work.recorded, work.in_float32, work.is_transposed, work.prefix)
@@ -400,7 +322,8 @@ class Patterns:
             with without_modes(), torch.no_grad():
                 return pattern.fill(self._catalogue, sinks, values)
         except (NoFormula, AnalysisError, RuntimeError, ValueError, IndexError, TypeError) as error:
-            events.count(f"sizes::schedule built: {type(error).__name__}: {error}")
+            reason = error if isinstance(error, NoFormula) else f"PyTorch refuses a step: {type(error).__name__}"
+            events.count(f"sizes::schedule built: {reason}")
             return None
 
     def _symbols(self, formulas: Formulas) -> tuple[Number, ...] | None:

@@ -1,0 +1,100 @@
+"""Alignment: structures of several sizes become one, with formulas in the place of numbers that differ.
+
+*Takes* arguments, layouts and split types, one of each sample, and the formulas of the samples' numbers. *Gives* a
+structure that `filled` makes those of any size of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from koila.analysis.formulas import Formula, Formulas, NoFormula
+from koila.analysis.trace import SlotArgument
+from koila.analysis.types import Sliced
+from koila.ir.numbers import Number
+from koila.planning.forms import Drawn, Form
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """Stands for a number that varies, by its place among the formulas of a pattern."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """Stands for a structure that holds numbers that vary."""
+
+    make: Callable[[list[Any]], Any]
+    parts: tuple[Any, ...]
+
+
+_OPENED: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any]], Any]]] = {
+    list: (iter, list),
+    tuple: (iter, tuple),
+    Form: (lambda form: (form.shape, form.stride, form.dtype, form.is_conj, form.is_neg), lambda parts: Form(*parts)),
+    Drawn: (lambda drawn: (drawn.form,), lambda parts: Drawn(*parts)),
+    Sliced: (lambda kind: (kind.dim, kind.outer, kind.inner, kind.granule), lambda parts: Sliced(*parts)),
+}
+"""What is looked into: how it is taken apart, and put together again."""
+
+
+class Alignment:
+    """Makes one structure of those in all samples, with formulas in the place of numbers that differ."""
+
+    def __init__(self, formulas: Formulas) -> None:
+        self._formulas = formulas
+        self.places: dict[Formula, int] = {}
+        """By formula of a number that varies, its place."""
+
+    def align(self, values: Sequence[Any]) -> Any:
+        """The structure of these, one of each sample; itself where nothing varies.
+
+        Raises:
+            NoFormula: They are not alike, or a number follows from nothing that is recorded.
+        """
+        first, kind = values[0], type(values[0])
+        if any(type(value) is not kind for value in values):
+            raise NoFormula("steps differ in type")
+        if kind in (int, float):
+            return self._number(tuple(values))
+        if kind is dict:
+            return self._opened(values, dict.values, lambda parts: dict(zip(first, parts, strict=True)))
+        opened = list if isinstance(first, list) else kind  # FX has lists of its own.
+        if opened in _OPENED:
+            return self._opened(values, *_OPENED[opened])
+        if isinstance(first, torch.Tensor):
+            raise NoFormula("a step holds a tensor")
+        keys = [value.slot for value in values] if isinstance(first, SlotArgument) else values
+        if any(key != keys[0] for key in keys):
+            raise NoFormula("steps differ in what has no number")
+        return first
+
+    def _opened(self, values: Sequence[Any], take: Callable[[Any], Any], make: Callable[[list[Any]], Any]) -> Any:
+        opened = [tuple(take(value)) for value in values]
+        if any(len(parts) != len(opened[0]) for parts in opened):
+            raise NoFormula("steps differ in length")
+        parts = tuple(self.align(each) for each in zip(*opened, strict=True))
+        varies = any(type(part) in (Numbered, Varying) for part in parts)
+        return Varying(make, parts) if varies else values[0]
+
+    def _number(self, values: tuple[Number, ...]) -> Any:
+        if all(value == values[0] for value in values):
+            return values[0]
+        formula = self._formulas.formula(values)
+        if formula is None:
+            raise NoFormula(f"{', '.join(map(str, values))} follow from nothing that is recorded")
+        return Numbered(self.places.setdefault(formula, len(self.places)))
+
+
+def filled(tree: Any, numbers: Sequence[Number]) -> Any:
+    """What was aligned, with these numbers in the places of those that vary."""
+    kind = type(tree)
+    if kind is Numbered:
+        return numbers[tree.place]
+    return tree.make([filled(part, numbers) for part in tree.parts]) if kind is Varying else tree
