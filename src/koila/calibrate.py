@@ -51,19 +51,28 @@ def measure_speeds(device: torch.device, size: int = 1024) -> Speeds:
     return Speeds(call, rate / BYTES["plain"], flops / FLOPS[""], torch.get_num_threads())
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, write the file and say what is in it."""
-    parser = argparse.ArgumentParser(prog="python -m koila.calibrate", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", help="the device to measure")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be asked for; `koila calibrate` has the same."""
+    parser.add_argument("--device", default="cpu", help="the device to measure (default: cpu)")
     parser.add_argument("--file", type=Path, default=calibration_file(), help="where to write it")
     parser.add_argument("--size", type=int, default=1024, help="rows of the matrices that are multiplied")
-    options = parser.parse_args(arguments)
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """Measure, write the file and say what is in it."""
     device = torch.device(options.device)
     speeds = measure_speeds(device, options.size)
     save_speeds({device.type: speeds}, options.file)
     print(f"{device}: {1e6 * speeds.call_seconds:.1f} µs per call, {speeds.byte_speed:.2f} times the nominal bytes, "
           f"{speeds.flop_speed:.2f} times the nominal products per second; {options.file}")  # fmt: skip
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read the arguments, then `calibrate`."""
+    parser = argparse.ArgumentParser(prog="python -m koila.calibrate", description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    return calibrate(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

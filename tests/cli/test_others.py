@@ -105,7 +105,7 @@ def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]
     assert main([]) == exits.USAGE
     shown = capsys.readouterr().out
     assert "examples:" in shown
-    for command in ("run", "plan", "report"):
+    for command in ("run", "plan", "report", "calibrate"):
         assert f"koila {command} " in shown
         with pytest.raises(SystemExit) as ended:
             make_parser().parse_args([command, "--help"])
@@ -116,3 +116,11 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"koila {koila.__version__}\n"
+
+
+def test_a_calibration_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "speeds.json"
+    assert main(["calibrate", "--size", "32", "--file", str(path)]) == exits.OK
+    assert capsys.readouterr().out.endswith(f"{path}\n") and '"cpu"' in path.read_text(encoding="utf-8")
+    assert main(["calibrate", "--device", "nowhere", "--file", str(path)]) == exits.USAGE
+    assert "there is no device 'nowhere' to measure" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from koila import __version__
-from koila.cli import doctor, exits, plan, report, run
+from koila.cli import calibrate, doctor, exits, plan, report, run
 from koila.cli.script import NoScript
 from koila.errors import KoilaError
 
@@ -22,6 +22,7 @@ examples:
   koila plan train.py                           what would fit, and what it would cost in time
   koila report run.json                         what a saved run did
   koila doctor                                  is everything here, and what is missing for what
+  koila calibrate                               how fast is this machine
 
 koila COMMAND --help has more."""
 
@@ -34,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"koila {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (run, plan, report, doctor):
+    for command in (run, plan, report, doctor, calibrate):
         command.add_to(commands)
     return parser
 
