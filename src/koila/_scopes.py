@@ -7,6 +7,7 @@ loop, has scopes of its own: a scope that one of them enters is not seen by the 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -59,3 +60,42 @@ class Scopes(Generic[T]):
             yield item
         finally:
             self.leave()
+
+
+class Mark:
+    """Stands for something that goes on, as long as the frame that holds it is alive."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Ongoing:
+    """What goes on in a thread, one inside the other.
+
+    An interrupt may come before any line, also before the one that ends something. So whoever begins something holds
+    a mark: what nobody holds any more has ended.
+
+    >>> runs = Ongoing()
+    >>> mark = runs.begin()
+    >>> bool(runs)
+    True
+    >>> del mark
+    >>> bool(runs)
+    False
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[int, weakref.ref[Mark]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._marks)
+
+    def begin(self) -> Mark:
+        """Something begins; the caller holds the mark until it ends."""
+        mark, marks = Mark(), self._marks
+        key = id(mark)
+        marks[key] = weakref.ref(mark, lambda _: marks.pop(key, None))
+        return mark
+
+    def end(self, mark: Mark) -> None:
+        """It has ended."""
+        self._marks.pop(id(mark), None)

@@ -154,7 +154,7 @@ def _patch_state() -> None:
         original = getattr(torch.nn.Module, name)
 
         def settled(self: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
-            if recorder.effects and not recorder.place.num_traces and _getframe(1).f_code is not SWAPS_TENSORS:
+            if recorder.effects and not recorder.place.traces and _getframe(1).f_code is not SWAPS_TENSORS:
                 Bridge.realizer.materialize([], "module state")
             if _name == "load_state_dict":
                 Bridge.realizer.before_step([*self.parameters(), *self.buffers()])

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from koila._scopes import Ongoing
 from koila._torch import storage_key
 from koila.capture.log import Log
 from koila.ir.node import Node, Storage, Value
@@ -56,10 +57,10 @@ class _Place(threading.local):
         self.num_noted = 0
         self.reruns: dict[int, weakref.ref[Rerun]] = {}
         """Programs that a later backward pass will run again, by identity."""
-        self.num_runs = 0
-        """How many runs are going on, one inside the other: what they write is in order already."""
-        self.num_traces = 0
-        """How many programs are being traced: modules that are looked through then are the tracer's."""
+        self.runs = Ongoing()
+        """Runs that are going on, one inside the other: what they write is in order already."""
+        self.traces = Ongoing()
+        """Programs that are being traced: modules that are looked through then are the tracer's."""
         self._life = _Life()
         weakref.finalize(self._life, _leave, self.log).atexit = False
 
@@ -195,22 +196,22 @@ class Recorder:
     @contextmanager
     def running(self) -> Iterator[None]:
         """A run of this thread goes on."""
-        place = self.place
-        place.num_runs += 1
+        runs = self.place.runs
+        mark = runs.begin()
         try:
             yield
         finally:
-            place.num_runs -= 1
+            runs.end(mark)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """A program is traced in this thread."""
-        place = self.place
-        place.num_traces += 1
+        traces = self.place.traces
+        mark = traces.begin()
         try:
             yield
         finally:
-            place.num_traces -= 1
+            traces.end(mark)
 
     def note_rerun(self, rerun: Rerun) -> None:
         """A program will run again, as long as anything refers to it."""
@@ -219,7 +220,7 @@ class Recorder:
 
     def warn_reruns(self, tensor: torch.Tensor, unseen: bool) -> None:
         """Tell programs that will run again that a real tensor may be written, with or without its version telling."""
-        address = None if self.place.num_runs else address_of(tensor)
+        address = None if self.place.runs else address_of(tensor)
         if address is not None:
             for reference in list(self.place.reruns.values()):
                 rerun = reference()
@@ -229,7 +230,7 @@ class Recorder:
     def is_read(self, tensor: torch.Tensor) -> bool:
         """Whether a call that this thread recorded reads the memory of a real tensor; no during a run."""
         place = self.place
-        if place.num_runs or not is_plain(tensor):
+        if place.runs or not is_plain(tensor):
             return False
         log = place.log
         for reference in log.tape[place.num_noted :]:

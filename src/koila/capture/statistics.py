@@ -27,7 +27,7 @@ def patch_statistics() -> None:
     def read(self: Any, name: str) -> Any:
         if is_dynamo_compiling():  # Inside compiled code nothing is pending.
             return original(self, name)
-        is_asked = name.startswith("running_") and not recorder.is_idle and not place.num_runs
+        is_asked = name.startswith("running_") and not recorder.is_idle and not place.runs
         if is_asked and _getframe(1).f_code not in NORM_FORWARDS and is_pending(buffer_of(self, name)):
             Bridge.realizer.materialize([], "running statistics")
         return original(self, name)

@@ -243,10 +243,10 @@ class Engine:
 
     def _carry_out_again(self, repetition: Repetition, lazy: Any, retain_graph: bool | None, noted: Step) -> None:
         """Run by what was prepared; an error leaves everything as it was (Rule 4)."""
-        run, place = repetition.run, self._recorder.place
+        run, runs = repetition.run, self._recorder.place.runs
         noted.tries(run.decision)
         noted.follows = retain_graph is None and was_bound_last(repetition.inputs())
-        place.num_runs += 1
+        mark = runs.begin()
         try:
             repetition.carry_out(None if retain_graph is None else lambda: request_of(lazy._held, retain_graph))
         except BaseException as error:
@@ -258,7 +258,7 @@ class Engine:
                 give_up(collect([lazy._value], []).nodes)
             raise
         finally:
-            place.num_runs -= 1
+            runs.end(mark)
         noted.num_calls += len(run.calls)
         events.count_all(run.counts)
         self._recorder.new_epoch()

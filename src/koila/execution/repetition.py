@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from koila import events
+from koila._scopes import Mark
 from koila.capture.log import Entry, Log
 from koila.capture.lookup import BackwardRequest
 from koila.capture.template import PENDING, Template
@@ -195,7 +196,8 @@ def _make_calls(run: PreparedRun, entries: Sequence[Entry]) -> tuple[list[Any], 
 def _make_call(template: Template, entry: Entry, tensors: list[Any]) -> Any:
     if not entry.draws:
         return template.call(template.func, template.constants, template.positions, entry.captured, tensors)
-    with Supply([draw.whole() for draw in entry.draws]):
+    mark = Mark()
+    with Supply([draw.whole() for draw in entry.draws], mark):
         return template.call(template.func, template.constants, template.positions, entry.captured, tensors)
 
 

@@ -11,6 +11,7 @@ itself, or by `bernoulli_` where a self-test shows that this is the same. Nothin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from koila._free import give_back
+from koila._scopes import Mark
 from koila._torch import TorchDispatchMode, schema_of
 from koila.ir.dropout import LAYOUTS, dropout_mask, dropped, is_drawn
 from koila.ir.generators import GeneratorState
@@ -178,14 +180,21 @@ def _draw(spec: Draw) -> Source:
 
 
 class Supply(TorchDispatchMode):
-    """While active, random operators take their numbers from the given tensors, in order."""
+    """While active, random operators take their numbers from the given tensors, in order.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    Args:
+        tensors: The numbers.
+        mark: Held by whoever makes the call. An interrupt can keep a mode from being left: without its maker it does
+            nothing.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], mark: Mark) -> None:
         super().__init__()
         self._next: Iterator[torch.Tensor] = iter(tensors)
+        self._mark = weakref.ref(mark)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags or func not in BY_LAYOUT:
+        if torch.Tag.nondeterministic_seeded not in func.tags or func not in BY_LAYOUT or self._mark() is None:
             return func(*args, **(kwargs or {}))
         if func is aten.native_dropout.default and not is_drawn(*args, **(kwargs or {})):
             return func(*args, **(kwargs or {}))

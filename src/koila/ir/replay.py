@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from koila._scopes import Mark
 from koila._torch import ordinary_dispatch
 from koila.ir.ambient import Context as Context
 from koila.ir.ambient import current_context as current_context
@@ -41,7 +42,8 @@ def replay_node(node: Node, lookup: Lookup, numbers: Sequence[torch.Tensor] = ()
     args, kwargs = map_leaves(node.args, lookup), map_leaves(node.kwargs, lookup)
     before = _makers((args, kwargs)) if node.context.anomaly else ()
     if numbers:
-        with Supply(numbers):
+        mark = Mark()
+        with Supply(numbers, mark):
             result = node.func(*args, **kwargs)
     else:
         result = node.func(*args, **kwargs)

@@ -88,16 +88,12 @@ def decide(job: Job) -> Decision:
     Raises:
         BudgetError: No way to run it fits its budget.
     """
-    try:
-        return _chosen(job)
-    except Refused as refused:
-        raise refusal(job, refused) from None
-
-
-def _chosen(job: Job) -> Decision:
     use_calibration()
     with planning_for(str(job.device)):
-        return _choose(job)
+        try:
+            return _choose(job)
+        except Refused as refused:
+            raise refusal(job, refused) from None
 
 
 def _choose(job: Job) -> Decision:
@@ -240,7 +236,7 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
     return BudgetError(
         f"needs {needed} bytes ({format_bytes(needed)}) at the smallest, allowed {allowed} ({format_bytes(allowed)})"
         + (f" on {job.device}" if job.device.type != "cpu" else ""),
-        where=f"{user_site()} asks for it; at the peak: {refused.largest}{site}{held}",
+        where=f"at the peak: {refused.largest}{site}{held}",
         hint=f"budget={needed}; koila.explain(value, backward=True) shows what cannot be cut",
         needed_bytes=needed,
         allowed_bytes=allowed,
@@ -293,7 +289,7 @@ def decision_for(job: Job) -> Decision:
     return found
 
 
-_refusals: Cache[Refused] = Cache("refusal_cache", 64)
+_refusals: Cache[BudgetError] = Cache("refusal_cache", 64)
 """By job, why it was refused: a job that is asked for again is not searched again."""
 
 
@@ -301,14 +297,22 @@ def _searched(job: Job) -> Decision:
     refused = _refusals.get(job.key)
     if refused is not None:
         events.count("plan::refused again")
-        raise refusal(job, refused)
+        raise _asked_here(refused)
     try:
         with events.waiting(f"looking for a plan for {len(job.graph.nodes)} calls"):
-            return _chosen(replace(job, carried=_carried(job)))
-    except Refused as found:
-        refused = found.with_traceback(None)  # Frames hold the tensors of whoever asked.
+            return decide(replace(job, carried=_carried(job)))
+    except BudgetError as error:
+        refused = error.with_traceback(None)  # Frames hold the tensors of whoever asked.
     _refusals.add(job.key, refused)
-    raise refusal(job, refused)
+    raise _asked_here(refused)
+
+
+def _asked_here(error: BudgetError) -> BudgetError:
+    """The error with the line of the user's that asks now."""
+    return BudgetError(
+        error.fact, where=f"{user_site()} asks for it; {error.where}", hint=error.hint,
+        needed_bytes=error.needed_bytes, allowed_bytes=error.allowed_bytes,
+    )  # fmt: skip
 
 
 _recipes: Cache[dict[Wanted, Recipe]] = Cache("recipe_cache", 256)
