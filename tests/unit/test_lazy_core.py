@@ -98,10 +98,11 @@ def test_the_memory_of_a_program_before_it_runs() -> None:
     assert hidden.buffer_memory() == BatchedPair(0, 0)
 
 
-def test_free_memory_and_parts_of_a_batch() -> None:
+def test_free_memory_and_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tests of the simulated device may have run in this process.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     assert gpus.free_memory("cpu") == pytest.approx(koila._free.free_bytes(), rel=0.5)  # type: ignore[attr-defined]
-    if not torch.accelerator.is_available():  # Tests of the simulated device may have run in this process.
-        assert gpus.free_memory() is None and gpus.torch_free_memory() == gpus.nvidia_free_memory() == 0
+    assert gpus.free_memory() is None and gpus.torch_free_memory() == gpus.nvidia_free_memory() == 0
     pair = BatchedPair(batch=10, no_batch=20)
     assert gpus.maximum_batch(pair, 100) == 8 and gpus.maximum_batch(pair) is None
     assert list(gpus.split_batch(pair, 29, 100)) == [8, 8, 8, 4, 1] and list(gpus.split_batch(pair, 29)) == [29]
