@@ -129,6 +129,8 @@ def _text(part: Any) -> str:
     """A part of a program's key as text without addresses: the same in every process."""
     if isinstance(part, PrePass):
         return _text(part.as_tuple())
+    if isinstance(part, torch.Stream):  # Which stream a call runs on is a matter of its process.
+        return _text(None)
     if isinstance(part, (tuple, list)):
         return f"({','.join(map(_text, part))})"
     if isinstance(part, dict):
