@@ -91,7 +91,7 @@ def _hashable(tree: Any) -> Any:
 def _find(operation: Operation, operands: list[Any], chunk: int, whole: Any, expected: Shapes | None) -> Outcome:
     metas = meta_tree(operands)
     args, kwargs = operation.applied(metas, start=0, stop=chunk)
-    value = _pointwise(operation.target, operands, whole)
+    value = dense = _pointwise(operation.target, operands, whole)
     if value is None:
         dense = _dense(operation.target, operands, whole, expected)
         value = (
@@ -99,7 +99,7 @@ def _find(operation: Operation, operands: list[Any], chunk: int, whole: Any, exp
             if dense is None
             else _shown_or_run(operation, operands, metas, dense, args, kwargs)
         )
-    places, views = _aliases(value, metas)
+    places, views = _aliases(value, metas) if dense is not value else _own(value)
     inside, retained = _workspaces(operation.target, args, kwargs, value, metas)
     in_float32 = runs_in_float32(operation.target, value)
     seconds, fresh = call_seconds(operation.target, args, kwargs, value), large_bytes(value)
@@ -196,6 +196,12 @@ def _aliases(value: Any, metas: list[Any]) -> tuple[tuple[Place, ...], tuple[boo
         shared = None if storage is None else known.get(storage_key(storage))
         places.append((0 if storage is None else storage.nbytes()) if shared is None else shared)
     return tuple(places), tuple(tensor is not None and is_autograd_view(tensor) for tensor in _tensors(value))
+
+
+def _own(value: Any) -> tuple[tuple[Place, ...], tuple[bool, ...]]:
+    """The same for dense results that make memory of their own."""
+    tensors = _tensors(value)
+    return tuple(0 if each is None else each.nbytes for each in tensors), (False,) * len(tensors)
 
 
 _CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
