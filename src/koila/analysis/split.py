@@ -204,7 +204,7 @@ class _Typing:
         return Item("part", node, kind, (source,), index=index, phase=source.phase)
 
     def _ruling(self, node: fx.Node, named: dict[str, Any]) -> ChunkRule | None:
-        rule = rule_for(node.target)  # type: ignore[arg-type]
+        rule = rule_for(node.target)
         call = None if rule is None else describe_call(node, named, lambda n: self.items[n].type, self.num_samples)
         if call is None or rule is None:
             return None

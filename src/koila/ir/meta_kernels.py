@@ -189,7 +189,11 @@ def _common_shape(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
     # A dimension of one element may get any stride where operands are expanded.
     if shapes and 1 in shape:
         return None
-    for other in shapes:
-        if len(other) > len(shape) or any(size not in (1, shape[place]) for place, size in enumerate(other, -len(other))):
-            return None
-    return shape
+    return shape if all(_expands(other, shape) for other in shapes) else None
+
+
+def _expands(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether a tensor of one shape can be expanded to the other."""
+    if len(shape) > len(other):
+        return False
+    return all(size in (1, other[place]) for place, size in enumerate(shape, -len(shape)))
