@@ -10,6 +10,7 @@ several times faster than on fake ones, which are asked where an operator has no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -59,8 +60,9 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def outcome_of(
-    operation: Operation, operands: list[Any], chunk: int, whole: Any = None, expected: Shapes | None = None
-) -> Outcome:
+    operation: Operation, operands: list[Any], chunk: int, whole: Any = None,
+    expected: Callable[[], Shapes | None] = lambda: None,
+) -> Outcome:  # fmt: skip
     """What a call gives for operands of these forms.
 
     Args:
@@ -68,20 +70,18 @@ def outcome_of(
         operands: The forms of its operands.
         chunk: Samples per chunk.
         whole: Its result for the whole batch, if there is one.
-        expected: The shapes of its results, as their types have them, if they do.
+        expected: Gives the shapes of its results, as their types have them, if they do.
     """
     target = operation.target
     overload = isinstance(target, OpOverload)
-    if not (overload or target in HELPERS or target is chunk_moments) or not all(
-        _is_form(leaf) for leaf in leaves(operands)
-    ):
+    if not (overload or target in HELPERS or target is chunk_moments) or not all(map(_holds_no_tensor, operands)):
         return _find(operation, operands, chunk, whole, None)
     key = (current_rules(), operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
-    return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole, expected))
+    return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole, expected()))
 
 
-def _is_form(leaf: Any) -> bool:
-    return not isinstance(leaf, torch.Tensor)
+def _holds_no_tensor(operand: Any) -> bool:
+    return type(operand) is Form or not any(isinstance(leaf, torch.Tensor) for leaf in leaves(operand))
 
 
 def _hashable(tree: Any) -> Any:
