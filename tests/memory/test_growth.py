@@ -91,7 +91,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="r
     ("name", "budget"),
     [
         ("gpt", "chunk_size=3"),
-        *[("gpt", "allowed='1500KiB'"), ("gpt2", "chunk_size=3"), ("gpt2", "allowed='1500KiB'")] * LONG,
+        *[("gpt", "allowed='550KiB'"), ("gpt2", "chunk_size=3"), ("gpt2", "allowed='1500KiB'")] * LONG,
     ],
 )
 def test_lengths_leave_little_behind(name: str, budget: str) -> None:

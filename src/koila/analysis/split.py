@@ -102,6 +102,11 @@ class Facts:
             for item in self.items
         )  # fmt: skip
 
+    def forget(self) -> None:
+        """Let go of what only planning asks for, often: a program that is planned takes less memory."""
+        for name in ("places", "signature"):
+            self.__dict__.pop(name, None)
+
     @property
     def batch_dims(self) -> dict[int, int]:
         """By index of the joint graph's result, the dimension of those that plainly carry the batch."""

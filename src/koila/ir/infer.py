@@ -43,7 +43,7 @@ from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
 
-SHAPE_CACHE_SIZE = 16_384
+SHAPE_CACHE_SIZE = 4_096
 """Entries of the shape cache; change `shape_cache.max_size` to configure it."""
 
 shape_cache: Cache[Inference] = Cache("shape_cache", SHAPE_CACHE_SIZE)

@@ -65,7 +65,7 @@ class TrieNode:
         """How programs that end here run, by what is asked of them; see `koila.execution.prepared`."""
 
 
-MANY_NODES = 2_048
+MANY_NODES = 1_024
 """Beyond so many nodes, of about one KiB each, only the latest programs stay."""
 FEW_PROGRAMS = 16
 """So many programs stay as long as the trie is not full: those of a loop, and those that end in the middle of one."""

@@ -50,7 +50,7 @@ class Outcome:
     in_float32: bool
 
 
-_known: Cache[Outcome] = Cache("outcome_cache", 2048)
+_known: Cache[Outcome] = Cache("outcome_cache", 1024)
 
 
 _shown: Cache[bool] = Cache("shown_cache", 8192)
