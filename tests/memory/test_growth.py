@@ -83,7 +83,6 @@ def growth(script: str) -> float:
     return float(done.stdout.split()[-1])
 
 
-KEPT = "20 to 24 MiB were seen: pieces of what searches with levers used stay with the allocator"
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 
 
@@ -92,8 +91,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="r
     ("name", "budget"),
     [
         ("gpt", "chunk_size=3"),
-        *[("gpt", "allowed='1500KiB'"), ("gpt2", "chunk_size=3")] * LONG,
-        *[pytest.param("gpt2", "allowed='1500KiB'", marks=pytest.mark.xfail(reason=KEPT, strict=False))] * LONG,
+        *[("gpt", "allowed='550KiB'"), ("gpt2", "chunk_size=3"), ("gpt2", "allowed='1500KiB'")] * LONG,
     ],
 )
 def test_lengths_leave_little_behind(name: str, budget: str) -> None:

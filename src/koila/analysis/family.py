@@ -23,6 +23,7 @@ from koila.analysis.formulas import SMALL, Formula, Formulas, NoFormula
 from koila.analysis.trace import Joint, SlotArgument, Traced, inputs_of
 from koila.ir.graph import Graph
 from koila.ir.job import Demand
+from koila.ir.meta_kernels import known_result
 from koila.ir.numbers import Number, num_input_numbers, numbers_of
 from koila.ir.prepass import PrePass, with_bits
 from koila.ir.tree import map_leaves
@@ -327,6 +328,9 @@ def _run(target: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("meta")}
     if target not in _BY_DEVICE:
+        known = known_result(target, args, kwargs)
+        if known is not None:
+            return known
         try:
             return target(*args, **kwargs)
         except NotImplementedError:

@@ -102,6 +102,11 @@ class Facts:
             for item in self.items
         )  # fmt: skip
 
+    def forget(self) -> None:
+        """Let go of what only planning asks for, often: a program that is planned takes less memory."""
+        for name in ("places", "signature"):
+            self.__dict__.pop(name, None)
+
     @property
     def batch_dims(self) -> dict[int, int]:
         """By index of the joint graph's result, the dimension of those that plainly carry the batch."""
@@ -166,16 +171,18 @@ class _Typing:
         return self._whole(self.items[node], "result")
 
     def _call(self, node: fx.Node) -> Item:
-        operands = [self.items[leaf] for leaf in _node_leaves(node)]
+        named = arguments_by_name(node) if isinstance(node.target, OpOverload) else None
+        given: Any = (node.args, node.kwargs) if named is None else tuple(named.values())
+        operands = [self.items[leaf] for leaf in leaves(given) if isinstance(leaf, fx.Node)]
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
             return self._part(node, operands[0], int(node.args[1]))  # type: ignore[arg-type]
         if all(isinstance(item.type, Whole) or item.kind in ("input", "whole") for item in operands):
             return self._whole_call(node, [self._whole(item, node.name) for item in operands])
-        ruling = self._ruling(node)
-        if ruling is None:
+        ruling = None if named is None else self._ruling(node, named)
+        if named is None or ruling is None:
             whole = self._whole_call(node, [self._whole(item, node.name) for item in operands])
             return self._resliced(whole, {item.type.dim for item in operands if isinstance(item.type, Sliced)})
-        return self._chunk_call(node, ruling)
+        return self._chunk_call(node, named, ruling)
 
     def _resliced(self, whole: Item, dims: set[int]) -> Item:
         """What an operator made of gathered values is cut again, so that what follows runs in chunks.
@@ -201,9 +208,9 @@ class _Typing:
         kind = source.type[index] if isinstance(source.type, tuple) else source.type
         return Item("part", node, kind, (source,), index=index, phase=source.phase)
 
-    def _ruling(self, node: fx.Node) -> ChunkRule | None:
-        rule = rule_for(node.target) if isinstance(node.target, OpOverload) else None
-        call = None if rule is None else describe_call(node, lambda n: self.items[n].type, self.num_samples)
+    def _ruling(self, node: fx.Node, named: dict[str, Any]) -> ChunkRule | None:
+        rule = rule_for(node.target)
+        call = None if rule is None else describe_call(node, named, lambda n: self.items[n].type, self.num_samples)
         if call is None or rule is None:
             return None
         try:
@@ -212,9 +219,11 @@ class _Typing:
             events.count(f"rule_error::{node.target}: {type(error).__name__}: {error}")
             return None
 
-    def _chunk_call(self, node: fx.Node, ruling: ChunkRule) -> Item:
+    def _chunk_call(self, node: fx.Node, named: dict[str, Any], ruling: ChunkRule) -> Item:
         operands = []
-        for name, value in arguments_by_name(node).items():
+        for name, value in named.items():
+            if not isinstance(value, (fx.Node, list, tuple)):
+                continue
             required = ruling.operands.get(name, WHOLE)
             found = list(leaves(value))
             kinds = required if isinstance(required, tuple) else (required,) * len(found)
@@ -279,8 +288,10 @@ class _Typing:
         return Item("chunk", whole.node, kind, operands, ruling, phase=phase)
 
 
-def describe_call(node: fx.Node, type_of: Callable[[fx.Node], Any], num_samples: int) -> Call | None:
-    """A call as rules see it, operands with their types."""
+def describe_call(
+    node: fx.Node, named: dict[str, Any], type_of: Callable[[fx.Node], Any], num_samples: int
+) -> Call | None:
+    """A call as rules see it: the arguments of a node by name, operands with their types."""
     results = node.meta.get("val")
     outputs = tuple(results) if isinstance(results, (tuple, list)) else (results,)
     if any(isinstance(item, (tuple, list)) for item in outputs):
@@ -296,7 +307,7 @@ def describe_call(node: fx.Node, type_of: Callable[[fx.Node], Any], num_samples:
 
     return Call(
         node.target,  # type: ignore[arg-type]
-        {name: operand(value) for name, value in arguments_by_name(node).items()},
+        {name: operand(value) for name, value in named.items()},
         tuple(Operand(tuple(o.shape), o.dtype, WHOLE) if isinstance(o, torch.Tensor) else None for o in outputs),
         num_samples,
     )
@@ -316,14 +327,6 @@ def _defaults(target: OpOverload) -> dict[str, Any]:
     """The arguments of an operator by name, with their default values."""
     schema = schema_of(target).arguments
     return {argument.name: argument.default_value if argument.has_default_value() else None for argument in schema}
-
-
-def _node_leaves(node: fx.Node) -> list[fx.Node]:
-    if isinstance(node.target, OpOverload):
-        arguments: Any = tuple(arguments_by_name(node).values())
-    else:
-        arguments = (node.args, node.kwargs)
-    return [leaf for leaf in leaves(arguments) if isinstance(leaf, fx.Node)]
 
 
 def _sliced_types(item: Item) -> list[Sliced]:

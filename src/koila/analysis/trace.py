@@ -12,6 +12,7 @@ graph.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,8 +87,9 @@ class Traced:
         for name, value in constants.items():
             setattr(self, name, value)
 
-    def __del__(self) -> None:
-        dissolve(self.graph)  # Whoever reads its nodes holds the joint graph, and so this.
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ends():  # When Python ends, what is called here may be gone.
+            dissolve(self.graph)  # Whoever reads its nodes holds the joint graph, and so this.
 
 
 @dataclass(frozen=True)

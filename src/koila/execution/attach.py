@@ -153,6 +153,10 @@ class _Rerun:
         """Leaves without gradients as they were before somebody wrote to them, by index."""
         self._digests: dict[int, tuple[float, ...]] = {}
         """Of leaves that somebody may have written without a version since, by index."""
+        self._places: dict[int | None, list[int]] = {}
+        """By address of their memory, the leaves; one that gets other memory has changed, whatever is written."""
+        for index, leaf in enumerate(own.leaves):
+            self._places.setdefault(address_of(leaf), []).append(index)
         recorder.note_rerun(self)
 
     def before_write(self, address: int, unseen: bool) -> None:
@@ -162,9 +166,8 @@ class _Rerun:
             address: Where the written memory is.
             unseen: Whether its version will not tell, because somebody has taken `.data`.
         """
-        for index, leaf in enumerate(self.own.leaves):
-            if address_of(leaf) != address:
-                continue
+        for index in self._places.get(address, ()):
+            leaf = self.own.leaves[index]
             if unseen:
                 self._digests.setdefault(index, _digest(leaf))
             elif index not in self._copies and not leaf.requires_grad and not self._has_changed(index):

@@ -37,6 +37,28 @@ def clear_all() -> None:
         cache.clear()
 
 
+class HashedOnce:
+    """A key that knows its hash: that of a whole program takes as long as hundreds of look-ups.
+
+    >>> HashedOnce((1, 2)) == HashedOnce((1, 2)), HashedOnce((1, 2)) == (1, 2)
+    (True, False)
+    """
+
+    __slots__ = ("_hash", "key")
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self._hash = hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, HashedOnce) and self._hash == other._hash and self.key == other.key
+
+
 class Cache(Generic[V]):
     """A cache that drops its least recently used entries, for any number of threads.
 

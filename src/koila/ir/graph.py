@@ -6,7 +6,7 @@ leaves, and a key that two programs share exactly if they make the same calls on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -86,6 +86,11 @@ class Graph:
     def num_samples(self) -> int:
         """The batch size: the largest batch among the leaves; 0 if none has a batch."""
         return max((self.leaves[leaf].shape[dim] for leaf, dim in self.batches.items()), default=0)
+
+    @cached_property
+    def remembered(self) -> dict[str, Hashable]:
+        """What was found out about it, by name, for as long as it is there."""
+        return {}
 
     @cached_property
     def counting(self) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
 from koila.ir.dropout import dropout_of
 from koila.ir.dtypes import is_refused
+from koila.ir.meta_kernels import known_result
 from koila.ir.node import Value, function_name
 from koila.ir.owned import OwnedCall
 from koila.ir.prepass import QUANTISED, Draw, Inference, Output, PrePass, prepass_of, with_bits
@@ -42,7 +43,7 @@ from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
 
-SHAPE_CACHE_SIZE = 16_384
+SHAPE_CACHE_SIZE = 4_096
 """Entries of the shape cache; change `shape_cache.max_size` to configure it."""
 
 shape_cache: Cache[Inference] = Cache("shape_cache", SHAPE_CACHE_SIZE)
@@ -97,7 +98,8 @@ class _Watch(TorchDispatchMode):
                     self.writes |= {_storage_id(leaf) for leaf in leaves(value) if isinstance(leaf, torch.Tensor)}
         if any(isinstance(leaf, torch.dtype) and leaf in QUANTISED for leaf in (*args, *kwargs.values())):
             raise _NeedsData("quantised data")
-        return func(*args, **kwargs)
+        known = known_result(func, args, kwargs) if self.on_meta else None
+        return func(*args, **kwargs) if known is None else known
 
     def _note_draw(self, func: Any, args: Any, kwargs: Any) -> None:
         is_dropout = func is aten.native_dropout.default

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from koila.ir.cache import HashedOnce
 from koila.ir.graph import Graph
 from koila.ir.prepass import PrePass
 
@@ -32,6 +33,13 @@ def structure_of(graph: Graph) -> Hashable:
     >>> short == structure_of(koila.graph(koila.lazy(torch.ones(2, 7)).sum(1)))
     True
     """
+    known = graph.remembered
+    if "structure" not in known:
+        known["structure"] = HashedOnce(_structure(graph))
+    return known["structure"]
+
+
+def _structure(graph: Graph) -> Hashable:
     calls, metas, batches, counting, outputs = graph.key
     nodes = tuple(
         (function, context, _without_numbers(statics), operands, len(node.draws), _results(node))

@@ -3,9 +3,10 @@
 *Takes* the keys of recorded calls one after the other. *Gives* the inference that the same call had after the same
 calls before it. Operands are named by their position in the program, so a hit compares no shapes at all.
 
-The trie is bounded by its nodes. When it is full, the program that was used least recently goes: its last call, and
-the calls before it that no other program shares. What is forgotten in the middle of a program would leave the rest of
-it at a wrong place, so such a program leaves the trie until the next one begins.
+The trie is bounded by its nodes; a few programs stay whatever their length. When it is full, the program that was used
+least recently goes: its last call, and the calls before it that no other program shares. What is forgotten in the
+middle of a program would leave the rest of it at a wrong place, so such a program leaves the trie until the next one
+begins.
 """
 
 from __future__ import annotations
@@ -62,6 +63,12 @@ class TrieNode:
         """How often each value of a program that ends here is an operand of it; None if nobody has asked."""
         self.runs: dict[Hashable, Any] = {}
         """How programs that end here run, by what is asked of them; see `koila.execution.prepared`."""
+
+
+MANY_NODES = 1_024
+"""Beyond so many nodes, of about one KiB each, only the latest programs stay."""
+FEW_PROGRAMS = 16
+"""So many programs stay as long as the trie is not full: those of a loop, and those that end in the middle of one."""
 
 
 class TrieCache:
@@ -140,7 +147,7 @@ class TrieCache:
 
     def insert(self, key: Hashable, inference: Inference, numbers: tuple[float, ...] = ()) -> TrieNode | None:
         """Add the call behind the current node and go there; None if the program is not in the trie."""
-        while self.current is not None and self.num_nodes >= self.max_nodes:
+        while self.current is not None and self._is_full():
             self._forget_program()
         current = self.current
         if current is None:
@@ -155,6 +162,10 @@ class TrieCache:
         node.inference, node.numbers, node.used = inference, numbers, self._program
         self.current = node
         return node
+
+    def _is_full(self) -> bool:
+        many = self.num_nodes >= MANY_NODES and len(self._ends) > FEW_PROGRAMS
+        return many or self.num_nodes >= self.max_nodes
 
     def clear(self) -> None:
         """Forget every program; one that is being recorded leaves the trie."""

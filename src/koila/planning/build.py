@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Built:
     items: dict[int, Item]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Value:
     """A value while its schedule is built."""
 
@@ -64,7 +65,7 @@ class _Value:
     is_outside: bool = False
     """Whether it comes from outside."""
 
-    @property
+    @cached_property
     def filling(self) -> Form | None:
         """The form of a single tensor that is all of its storage, each element once."""
         form = self.form
@@ -138,7 +139,7 @@ class _Builder:
         if operation.target is operator.getitem:
             return self._part(operands[0], int(operation.args[1]))
         whole, recorded = item.node.meta.get("val"), item.node.meta.get("recorded")
-        return self._call(operation, operands, whole, recorded, result_shapes(item, self.chunk))
+        return self._call(operation, operands, whole, recorded, lambda: result_shapes(item, self.chunk))
 
     def _slice(self, item: Item, whole: Item) -> _Value:
         args = (Ref(0), item.type, Bound.START, Bound.STOP, self.num_samples)
@@ -181,7 +182,8 @@ class _Builder:
         return len(self.inputs) + len(self.steps)
 
     def _call(
-        self, operation: Operation, given: list[_Value], whole: Any = None, recorded: Any = None, shapes: Any = None
+        self, operation: Operation, given: list[_Value], whole: Any = None, recorded: Any = None,
+        shapes: Callable[[], Any] = lambda: None,
     ) -> _Value:  # fmt: skip
         """A step that calls an operator on some operands."""
         operands = list({given[ref].number: given[ref] for ref in operation.refs}.values())

@@ -20,6 +20,8 @@ from koila.planning.operation import slice_whole
 from koila.planning.rates import BYTES, FLOPS, FRESH, fresh_bytes
 from koila.planning.schedule import Schedule, once_per_schedule
 
+aten = torch.ops.aten
+
 _SLOW = ("exp", "log", "tanh", "gelu", "silu", "sigmoid", "softplus", "erf", "pow", "sin", "cos", "mish", "elu")
 _PLAIN = ("sum", "cat", "clone", "_to_copy", "fill", "full", "slice_whole", "addmm", "mm", "bmm", "convolution")
 VIEW_SECONDS = 1e-6
@@ -71,7 +73,13 @@ def _bytes_per_second(target: Any) -> float:
     return BYTES["plain"] if name in _PLAIN else _first(BYTES, name)
 
 
+_PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}
+"""By plain product, the position of its first factor."""
+
+
 def _flops(target: Any, args: Any, kwargs: Any, result: Any) -> float:
+    if target in _PRODUCTS:
+        return 2.0 * result.numel() * args[_PRODUCTS[target]].shape[-1]
     if "flash_attention_for_cpu" in str(target):
         batch, heads, queries, width = args[-6 if "backward" in str(target) else 0].shape[:4]
         keys = args[1].shape[2]

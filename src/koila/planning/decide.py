@@ -247,7 +247,7 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
 
 
 MAX_STEPS = 5_000
-"""Decisions are kept as long as their plans and joint graphs have fewer steps and nodes in all; each takes about 1.7
+"""Decisions are kept as long as their plans and joint graphs have fewer steps and nodes in all; each takes about 1.5
 KiB."""
 ALWAYS = 4
 """So many are kept in any case: the programs of a loop, with its evaluation and its short last batches."""
@@ -347,6 +347,8 @@ def _store(cache: Cache[Decision], job: Job, decision: Decision) -> None:
     other = cache.get(job.key)
     joint = None if other is None or other.facts is None else other.facts.joint
     holds = joint is None or joint.holds_for(job.graph)
+    if decision.plan is not None:
+        decision.plan.facts.forget()
     cache.add(job.key if joint is None or holds else (job.key, joint.pinned_in(job.graph)), decision)
 
 

@@ -10,6 +10,7 @@ several times faster than on fake ones, which are asked where an operator has no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from koila._torch import FakeTensorMode, OpOverload, has_kernel, is_autograd_view, schema_of, storage_key
 from koila.analysis.rules.reduce import chunk_moments, moments_bytes
 from koila.ir.cache import Cache
+from koila.ir.meta_kernels import known_result
 from koila.ir.tree import leaves, map_leaves
 from koila.planning.cost import call_seconds, large_bytes
 from koila.planning.devices import current_device, current_rules
@@ -48,7 +50,7 @@ class Outcome:
     in_float32: bool
 
 
-_known: Cache[Outcome] = Cache("outcome_cache", 2048)
+_known: Cache[Outcome] = Cache("outcome_cache", 1024)
 
 
 _shown: Cache[bool] = Cache("shown_cache", 8192)
@@ -58,8 +60,9 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def outcome_of(
-    operation: Operation, operands: list[Any], chunk: int, whole: Any = None, expected: Shapes | None = None
-) -> Outcome:
+    operation: Operation, operands: list[Any], chunk: int, whole: Any = None,
+    expected: Callable[[], Shapes | None] = lambda: None,
+) -> Outcome:  # fmt: skip
     """What a call gives for operands of these forms.
 
     Args:
@@ -67,20 +70,18 @@ def outcome_of(
         operands: The forms of its operands.
         chunk: Samples per chunk.
         whole: Its result for the whole batch, if there is one.
-        expected: The shapes of its results, as their types have them, if they do.
+        expected: Gives the shapes of its results, as their types have them, if they do.
     """
     target = operation.target
     overload = isinstance(target, OpOverload)
-    if not (overload or target in HELPERS or target is chunk_moments) or not all(
-        _is_form(leaf) for leaf in leaves(operands)
-    ):
+    if not (overload or target in HELPERS or target is chunk_moments) or not all(map(_holds_no_tensor, operands)):
         return _find(operation, operands, chunk, whole, None)
     key = (current_rules(), operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
-    return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole, expected))
+    return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole, expected()))
 
 
-def _is_form(leaf: Any) -> bool:
-    return not isinstance(leaf, torch.Tensor)
+def _holds_no_tensor(operand: Any) -> bool:
+    return type(operand) is Form or not any(isinstance(leaf, torch.Tensor) for leaf in leaves(operand))
 
 
 def _hashable(tree: Any) -> Any:
@@ -90,7 +91,7 @@ def _hashable(tree: Any) -> Any:
 def _find(operation: Operation, operands: list[Any], chunk: int, whole: Any, expected: Shapes | None) -> Outcome:
     metas = meta_tree(operands)
     args, kwargs = operation.applied(metas, start=0, stop=chunk)
-    value = _pointwise(operation.target, operands, whole)
+    value = dense = _pointwise(operation.target, operands, whole)
     if value is None:
         dense = _dense(operation.target, operands, whole, expected)
         value = (
@@ -98,7 +99,7 @@ def _find(operation: Operation, operands: list[Any], chunk: int, whole: Any, exp
             if dense is None
             else _shown_or_run(operation, operands, metas, dense, args, kwargs)
         )
-    places, views = _aliases(value, metas)
+    places, views = _aliases(value, metas) if dense is not value else _own(value)
     inside, retained = _workspaces(operation.target, args, kwargs, value, metas)
     in_float32 = runs_in_float32(operation.target, value)
     seconds, fresh = call_seconds(operation.target, args, kwargs, value), large_bytes(value)
@@ -142,6 +143,9 @@ def _shown_or_run(
 def _run(target: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("device") is not None:
         kwargs["device"] = "meta"
+    known = known_result(target, args, kwargs) if isinstance(target, OpOverload) else None
+    if known is not None:
+        return known
     try:
         return target(*args, **kwargs)
     except NotImplementedError:
@@ -192,6 +196,12 @@ def _aliases(value: Any, metas: list[Any]) -> tuple[tuple[Place, ...], tuple[boo
         shared = None if storage is None else known.get(storage_key(storage))
         places.append((0 if storage is None else storage.nbytes()) if shared is None else shared)
     return tuple(places), tuple(tensor is not None and is_autograd_view(tensor) for tensor in _tensors(value))
+
+
+def _own(value: Any) -> tuple[tuple[Place, ...], tuple[bool, ...]]:
+    """The same for dense results that make memory of their own."""
+    tensors = _tensors(value)
+    return tuple(0 if each is None else each.nbytes for each in tensors), (False,) * len(tensors)
 
 
 _CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}

@@ -22,7 +22,7 @@ from koila._torch import OpOverload, without_modes
 from koila.analysis.formulas import Formulas, NoFormula
 from koila.analysis.split import Item, Origin
 from koila.errors import AnalysisError
-from koila.ir.cache import Cache
+from koila.ir.cache import Cache, HashedOnce
 from koila.ir.numbers import Number
 from koila.planning.alignment import Alignment, Numbered, Varying, filled
 from koila.planning.build import Built, build_schedule, check_shape, slack_of
@@ -183,7 +183,7 @@ class _Filling:
 
     def _asked(self, step: Step, work: OperatorWork, item: Item | None) -> Outcome:
         whole = None if item is None else item.node.meta.get("val")
-        shapes = None if item is None else result_shapes(item, self.chunk)
+        shapes = lambda: None if item is None else result_shapes(item, self.chunk)  # noqa: E731
         operands = [self.forms[operand] for operand in step.operands]
         return outcome_of(work.operation, operands, self.chunk or 0, whole, shapes)
 
@@ -253,6 +253,9 @@ class _Sample:
     items: dict[int, int]
     """By value, the place of the item that it is."""
 
+    def num_steps(self) -> int:
+        return len(self.schedule.steps)
+
 
 class _Family:
     """The schedules of one structure: for each of them some samples, and the pattern that these make."""
@@ -262,12 +265,13 @@ class _Family:
         self._patterns: dict[Hashable, _Pattern | None] = {}
         self._formulas: dict[Hashable, Formulas] = {}
 
-    def num_steps(self) -> int:
-        return sum(len(sample.schedule.steps) for samples in self.samples.values() for sample in samples)
+        self.num_steps = 0
 
     def add(self, key: Hashable, sample: _Sample) -> None:
-        others = [each for each in self.samples.get(key, ()) if each.numbers != sample.numbers]
-        self.samples[key] = [*others[-MAX_SAMPLES + 1 :], sample]
+        before = self.samples.get(key, [])
+        others = [each for each in before if each.numbers != sample.numbers]
+        self.samples[key] = after = [*others[-MAX_SAMPLES + 1 :], sample]
+        self.num_steps += sum(map(_Sample.num_steps, after)) - sum(map(_Sample.num_steps, before))
         self._patterns.pop(key, None)
 
     def pattern(self, key: Hashable) -> _Pattern | None:
@@ -286,7 +290,7 @@ class _Family:
             return None
 
 
-_families: Cache[_Family] = Cache("pattern_cache", MAX_STEPS, _Family.num_steps, ALWAYS)
+_families: Cache[_Family] = Cache("pattern_cache", MAX_STEPS, lambda family: family.num_steps, ALWAYS)
 
 
 class Patterns:
@@ -294,7 +298,7 @@ class Patterns:
 
     def __init__(self, catalogue: Catalogue, origin: Origin) -> None:
         self._catalogue, self._origin = catalogue, origin
-        self._structure = (origin.structure, catalogue.facts.signature, current_rules())
+        self._structure = HashedOnce((origin.structure, catalogue.facts.signature, current_rules()))
         self._family = _families.get(self._structure) or _Family()
         self._values: dict[Formulas, tuple[Number, ...] | None] = {}
 

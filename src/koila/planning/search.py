@@ -202,7 +202,7 @@ class Search:
         self._charged.clear()
         if recipe.is_uncut:
             return self._shrunk(allowed)
-        if recipe.level not in self._levels:
+        if recipe.level and recipe.level not in self._levels:  # To keep everything is always possible.
             return None
         place = next((n for n, size in enumerate(self.sizes) if size <= recipe.chunk_size), len(self.sizes) - 1)
         found = self.plain(recipe.level, self.sizes[place])

@@ -48,7 +48,7 @@ def leaf_bytes(leaves: Iterable[torch.Tensor]) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
-_projections: Cache[Projection] = Cache("projection_cache", 256)
+_projections: Cache[Projection] = Cache("projection_cache", 16)
 
 
 def whole_peak(job: Job) -> Projection:

@@ -40,3 +40,14 @@ def test_a_constant_beside_a_result_is_fine() -> None:
     traced = fx.GraphModule({"constant": torch.ones(2)}, graph)
     module._check_inputs(traced, [])
     assert len(traced.graph.output_node().all_input_nodes) == 2
+
+
+def test_a_graph_is_not_taken_apart_when_python_ends() -> None:
+    """What would take it apart may be gone by then."""
+    graph = fx.Graph()
+    graph.placeholder("x")
+    traced = module.Traced(graph, {})
+    traced.__del__(lambda: True)
+    assert len(graph.nodes) == 1
+    del traced
+    assert len(graph.nodes) == 0

@@ -15,7 +15,7 @@ from koila.ir import prepass
 from koila.ir.cache import Cache, clear_all
 from koila.ir.infer import shape_cache
 from koila.ir.prepass import Inference
-from koila.ir.trie import TrieCache
+from koila.ir.trie import FEW_PROGRAMS, TrieCache
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +171,16 @@ def test_a_trie_stays_inside_its_bound_whatever_it_is_told() -> None:
         found = walk(trie, *program)
         assert all(known in (None, key) for known, key in zip(found, program, strict=True))
         assert trie.num_nodes == count_nodes(trie) <= 20
+
+
+def test_many_programs_go_but_the_latest_stay_whatever_their_length() -> None:
+    trie = TrieCache()
+    programs = [[f"{number}.{call}" for call in range(300)] for number in range(40)]
+    for program in programs:
+        walk(trie, *program)
+    assert trie.num_nodes <= 300 * (FEW_PROGRAMS + 1)
+    assert all(walk(trie, *program) == program for program in programs[-FEW_PROGRAMS:])
+    assert walk(trie, *programs[0]) == [None] * 300
 
 
 def count_nodes(trie: TrieCache) -> int:

@@ -73,20 +73,23 @@ def _decided(rule: Rule | None, linear: Linear | None) -> Callable[[Call], Chunk
     """Keep a sum open where the operator is linear; else take merges as finished and follow the slices."""
 
     def decide(call: Call) -> ChunkRule | None:
-        if linear is not None and _has(call, Merged):
+        kinds = _kinds(call)
+        if linear is not None and Merged in kinds:
             ruling = keeps_sum(call, linear)
             if ruling is not None:
                 return ruling
-        if rule is None or not _has(call, Sliced):
+        if rule is None or Sliced not in kinds:
             return None
-        return rule(demoted(call))
+        return rule(demoted(call) if Merged in kinds else call)
 
     return decide
 
 
-def _has(call: Call, kind: type) -> bool:
-    for value in call.operands().values():
-        items = (value,) if isinstance(value, Operand) else value
-        if any(isinstance(item, Operand) and isinstance(item.type, kind) for item in items):
-            return True
-    return False
+def _kinds(call: Call) -> set[type]:
+    """The kinds of types that the operands of a call have."""
+    values = call.arguments.values()
+    found = {type(value.type) for value in values if isinstance(value, Operand)}
+    for value in values:
+        if isinstance(value, tuple):
+            found |= {type(item.type) for item in value if isinstance(item, Operand)}
+    return found

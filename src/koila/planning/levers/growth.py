@@ -215,7 +215,8 @@ class Growth:
         rule = rule_for(node.target) if isinstance(node.target, OpOverload) else None
         if rule is None:
             return None
-        call: Call | None = describe_call(node, lambda operand: given.get(operand, WHOLE), self.size)
+        kind = lambda operand: given.get(operand, WHOLE)  # noqa: E731
+        call: Call | None = describe_call(node, arguments_by_name(node), kind, self.size)
         try:
             return None if call is None else rule(call)
         except Exception:
