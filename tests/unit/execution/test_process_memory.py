@@ -23,8 +23,9 @@ CPU = torch.device("cpu")
 LIMITED = Budget(allowed_bytes=100, is_default=True)
 
 
-def decision(budget: Budget) -> Decision:
-    return Decision("whole", Wanted(()), budget, 4)
+def decision(budget: Budget, mebibytes: int = 200) -> Decision:
+    """A decision that needs so much."""
+    return Decision("whole", Wanted(()), budget, 4, projection=Projection(mebibytes * MIB, "all of it"))
 
 
 @pytest.fixture
@@ -61,6 +62,9 @@ def run(made: Decision, entered: list[int], device: torch.device = CPU) -> bool:
     return inside == [1]
 
 
+pytestmark = pytest.mark.usefixtures("process")
+
+
 def test_a_first_run_under_a_limit_takes_large_blocks_from_the_system(entered: list[int]) -> None:
     made = decision(LIMITED)
     assert run(made, entered)
@@ -75,6 +79,15 @@ def test_a_heap_that_was_too_small_is_not_used_again(entered: list[int]) -> None
     assert try_without_heap(made)
     assert run(made, entered) and run(made, entered)
     assert not try_without_heap(made)
+
+
+def test_a_heap_is_used_while_it_fits(entered: list[int], process: Process) -> None:
+    made = decision(LIMITED, 200)
+    run(made, entered)
+    process.growth_bytes, process.held_back_bytes = 19 * MIB, 300 * MIB
+    assert run(made, entered)
+    process.growth_bytes = 20 * MIB
+    assert not run(made, entered)
 
 
 def test_a_first_run_that_failed_is_no_run(entered: list[int]) -> None:
@@ -95,16 +108,15 @@ def test_nothing_changes_where_no_limit_binds(budget: Budget, entered: list[int]
     assert not run(decision(budget), entered)
 
 
-def test_a_named_budget_near_the_limit(entered: list[int], process: Process) -> None:
-    near, far = (
-        Decision(
-            "whole", Wanted(()), Budget(allowed_bytes=900 * MIB), 4, projection=Projection(size * MIB, "all of it")
-        )
-        for size in (301, 299)
-    )
+def test_a_named_budget_near_the_limit(entered: list[int]) -> None:
+    near, far = (decision(Budget(allowed_bytes=900 * MIB), mebibytes) for mebibytes in (251, 249))
     assert not run(far, entered)
-    assert run(near, entered) and not run(near, entered)
-    assert try_without_heap(far) and run(far, entered) and run(far, entered)
+    assert run(near, entered) and run(near, entered)
+
+
+def test_small_runs_are_not_looked_at(entered: list[int], process: Process) -> None:
+    process.growth_bytes = 0
+    assert not run(decision(LIMITED, 7), entered) and not run(decision(Budget(allowed_bytes=900), 7), entered)
 
 
 def test_the_host_is_not_the_limit_of_an_accelerator(entered: list[int]) -> None:
