@@ -18,6 +18,7 @@ import torch
 
 import koila
 from benchmarks import memory, record, scale
+from benchmarks.process import run as process
 from koila.planning.tracker import StorageTracker
 from tests.models import Task, gradient_bytes, language, vision
 
@@ -110,6 +111,7 @@ MEASUREMENTS: dict[str, Callable[[list[str]], None]] = {
     "chunks": measure_chunks,
     "accelerator": measure_accelerator,
     "memory": memory.main,
+    "process": process.main,
     "record": record.main,
     "scale": scale.main,
 }

@@ -61,6 +61,8 @@ class Budget:
     """The directory for values that are kept in files, or None if none are."""
     tune: bool = True
     """Whether measuring may change later plans."""
+    process: bool = False
+    """Whether the process, too, is kept from growing by more than the bytes that are alive."""
     is_default: bool = False
     """Whether nobody named a size: `default_bytes` says what is free, for whoever needs to know."""
     allowed_share: float | None = None
@@ -201,6 +203,7 @@ class _Scope(ContextDecorator):
                 reserved_bytes=scope.reserved_bytes or outer.reserved_bytes,
                 offload=scope.offload,
                 tune=scope.tune,
+                process=scope.process or outer.process,
             )
             _check_reserved(scope)
         _scopes.enter(scope)
@@ -233,6 +236,7 @@ def budget(
     offload: bool | str | os.PathLike[str] | None = None,
     chunk_size: int | None = None,
     tune: bool = True,
+    process: bool = False,
 ) -> _Scope:
     """A scope (or decorator) in which runs keep to a budget.
 
@@ -247,8 +251,8 @@ def budget(
         reserved: Leave this much of them alone, for what koila cannot see.
         offload: Keep values in files where that is needed: in the temporary directory (True) or in this one.
         chunk_size: Cut the batch into chunks of this many samples instead; the last one may be smaller.
-        tune: Whether measuring may change later plans: a peak that `koila.measure` finds above the projection makes the
-            next plan of the same program smaller.
+        tune: Whether measuring may change later plans: after a peak above its projection the next plan is smaller.
+        process: Keep the process small, too: large blocks go back to the system when they are freed (glibc, slower).
 
     Raises:
         BudgetError: A budget that is not one.
@@ -258,13 +262,13 @@ def budget(
     2048
     """
     caller = sys._getframe(1)
-    make = lambda: make_budget(allowed, total, reserved, offload, chunk_size, tune)  # noqa: E731
+    make = lambda: make_budget(allowed, total, reserved, offload, chunk_size, tune, process=process)  # noqa: E731
     return _Scope(make, caller.f_code.co_filename, caller.f_lineno)
 
 
 def make_budget(
     allowed: object = None, total: object = None, reserved: object = 0, offload: object = None,
-    chunk_size: object = None, tune: object = True, name: str = "allowed",
+    chunk_size: object = None, tune: object = True, name: str = "allowed", process: object = False,
 ) -> Budget:  # fmt: skip
     """A budget from what users write; `name` is what they call the bytes that a run may allocate.
 
@@ -281,6 +285,10 @@ def make_budget(
             )
     if not isinstance(tune, bool):
         raise BudgetError(f"tune={_shown(tune)} is neither True nor False", hint="tune=False keeps plans as they are")
+    if not isinstance(process, bool):
+        raise BudgetError(
+            f"process={_shown(process)} is neither True nor False", hint="process=True keeps the process small"
+        )
     made = Budget(
         size,
         None if allowed is None else read_bytes(allowed, name),
@@ -288,6 +296,7 @@ def make_budget(
         read_bytes(reserved, "reserved", smallest=0),
         _read_offload(offload),
         tune,
+        process,
         allowed_share=_share(allowed),
         total_share=_share(total),
     )

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 import torch
 
+from koila._malloc import return_freed
 from koila.errors import BudgetError
 
 if sys.platform != "win32":
@@ -87,9 +88,23 @@ def default_bytes(reserved_bytes: int = 0, device: torch.device | None = None) -
     Returns:
         Bytes, 0 if nothing is left.
     """
-    free = free_bytes(device)
-    margin = max(free // 10, min(LEAST_MARGIN_BYTES, free // 4))
-    return max(0, free - margin - reserved_bytes)
+    return max(0, less_margin(free_bytes(device)) - reserved_bytes)
+
+
+def less_margin(free: int) -> int:
+    """What is left of free bytes without the margin."""
+    return free - max(free // 10, min(LEAST_MARGIN_BYTES, free // 4))
+
+
+def growth_bytes() -> int:
+    """By how much this process may grow: what is free, less the pages of files that are resident beyond RLIMIT_DATA's
+    own count. The kernel does not hold these against that limit, but they are memory that the process takes.
+    """
+    free, mapped = free_bytes(), _mapped_bytes()
+    if sys.platform == "win32" or mapped is None:
+        return free
+    limit, resident = resource.getrlimit(resource.RLIMIT_DATA)[0], mapped[1]
+    return free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - resident))
 
 
 def result_bytes() -> int:
@@ -100,6 +115,7 @@ def result_bytes() -> int:
 def give_back() -> None:
     """Free what nobody uses; on accelerators also what their allocators have cached (untested on hardware)."""
     gc.collect()
+    return_freed()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 

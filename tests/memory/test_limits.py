@@ -1,7 +1,8 @@
 """A process with a limit on its memory: eager dies of an allocation that fails, the same script with the one line and
 no budget finishes with the numbers of an unlimited eager run.
 
-The limit is RLIMIT_DATA, set once the program is there; no environment variable is needed.
+The limit is RLIMIT_DATA, set once the program is there; no environment variable is needed. `./scripts/bench process`
+does the same with six scripts, 20 steps each.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.process.run import BUDGET_SLACK, BUDGET_SLACK_BYTES, TOLERANCE
+from benchmarks.process.watch import Watched, watch
 from benchmarks.witness import HANG_SECONDS
+from koila import _malloc
 
 GPT = """
 from tests.models import language
@@ -79,3 +83,26 @@ def test_where_eager_dies_koila_finishes(name: str, tmp_path: Path) -> None:
     found, expected = (torch.load(tmp_path / each) for each in ("lazy", "eager"))
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine - theirs).norm() <= 1e-10 * theirs.norm()
+
+
+def assert_losses(found: Watched, expected: Watched) -> None:
+    assert found.code == 0, found.errors
+    for mine, theirs in zip(found.losses, expected.losses, strict=True):
+        assert abs(mine - theirs) <= TOLERANCE * abs(theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mapped memory on Linux only")
+def test_a_loop_whose_heap_would_be_too_large_finishes() -> None:
+    eager = watch("clip", num_steps=3)
+    assert_losses(watch("clip", lazy=True, room_bytes=eager.growth[0] // 2, num_steps=3), eager)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(_malloc._asking() is None, reason="glibc only")
+def test_the_process_grows_by_little_more_than_its_budget() -> None:
+    eager = watch("inference", num_steps=3)
+    budget = eager.growth[0] // 3
+    lazy = watch("inference", lazy=True, budget_bytes=budget, num_steps=3)
+    assert_losses(lazy, eager)
+    assert max(lazy.growth) <= budget * (1 + BUDGET_SLACK) + BUDGET_SLACK_BYTES

@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2] / "src"
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "events", "_torch", "_bytes", "_budget", "_free", "_scopes", "_warnings", "interfaces"}),
+    frozenset(
+        {"errors", "events", "_torch", "_bytes", "_budget", "_free", "_malloc", "_scopes", "_warnings", "interfaces"}
+    ),
     frozenset({"ir"}),
     frozenset({"capture"}),
     frozenset({"analysis"}),

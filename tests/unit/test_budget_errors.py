@@ -121,6 +121,19 @@ def test_a_chunk_size_and_bytes(name: str) -> None:
     assert error.hint == 'koila.budget("512MiB") or koila.budget(chunk_size=4)'
 
 
+@pytest.mark.parametrize("process", [None, 1, "yes"])
+def test_process_is_a_bool(process: Any) -> None:
+    expected = f"process={process!r} is neither True nor False\n  try: process=True "
+    assert str(error_of(process=process)).startswith(expected)
+
+
+def test_a_scope_without_a_size_keeps_the_process_small_too() -> None:
+    with koila.budget(100, process=True), koila.budget(reserved=10):
+        assert current_budget() == Budget(allowed_bytes=100, reserved_bytes=10, process=True)
+    with koila.budget(100), koila.budget(process=True):
+        assert current_budget() == Budget(allowed_bytes=100, process=True)
+
+
 @pytest.mark.parametrize("tune", [None, 1, "no"])
 def test_tune_is_a_bool(tune: Any) -> None:
     assert str(error_of(tune=tune)).startswith(f"tune={tune!r} is neither True nor False\n  try: tune=False ")

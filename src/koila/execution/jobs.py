@@ -20,6 +20,7 @@ from koila.errors import BudgetError
 from koila.execution.commit import leaves_behind
 from koila.execution.evaluation import Evaluation
 from koila.execution.history import expects_backward
+from koila.execution.process_memory import left_for_live_bytes
 from koila.execution.whole_run import written_leaves
 from koila.ir.ambient import Context, current_context
 from koila.ir.graph import Graph, collect, connected_leaves
@@ -373,7 +374,9 @@ def _default_limit(budget: Budget, rough: int, device: torch.device | None) -> i
     if rough <= LARGE_BYTES:
         return None
     free = default_bytes(budget.reserved_bytes, device)
-    return free if rough > free else None
+    if rough <= free:
+        return None
+    return free if device is not None else left_for_live_bytes(budget.reserved_bytes)
 
 
 def held_bytes(budget: Budget, devices: Sequence[torch.device]) -> int:

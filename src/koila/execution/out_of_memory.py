@@ -16,6 +16,7 @@ from koila._bytes import format_bytes
 from koila._free import give_back
 from koila.errors import BudgetError
 from koila.events import Wait
+from koila.execution.process_memory import try_without_heap
 from koila.execution.steps import memory_ran_out
 from koila.ir.job import Job
 from koila.ir.source import user_site
@@ -61,7 +62,7 @@ def run_until_it_fits(
                 wait.resume()
                 note_failure(error)
             else:
-                if number:
+                if following is not decision:
                     put_in_force(job, following)
                 return result
     finally:
@@ -103,6 +104,8 @@ def _attempts(job: Job, decision: Decision) -> Iterator[Decision]:
     """The decision, smaller ones as long as there are any, and the last once more: what ran out may be back."""
     for _ in range(_TRIES):
         yield decision
+        if try_without_heap(decision):
+            yield decision
         following = _smaller(job, decision)
         if following is None:
             yield decision

@@ -106,7 +106,7 @@ class PreparedRun:
         """Whether the budget in force is the one that it was prepared for."""
         budget = self.decision.budget
         if given is None and self.rough_bytes <= LARGE_BYTES and not is_any_named():
-            return budget.is_default and budget.allowed_bytes is None
+            return budget.is_default and budget.allowed_bytes is None and not budget.process
         now = resolved(current_budget([] if given is None else [given]), lambda: self.rough_bytes, self.devices)
         return now == budget and self.num_changes == num_changes()
 

@@ -1,0 +1,1 @@
+"""The memory of the whole process, on six plain scripts."""

@@ -1,0 +1,86 @@
+"""The memory of the process around a run, where a limit of the process binds.
+
+*Takes* a decision that is about to run. *Gives* an allocator that suits it, whether it is worth another try when memory
+ran out, and what a run may have where nobody named a budget.
+
+The heap of the C library is fast, but has holes: it may be half as large again as what is alive. A run uses it where
+that fits, else large blocks come from the system. So they do in the first run under a limit: it leaves things behind
+that stay (primitives of oneDNN, code, counters), and if they lay between the large blocks of a heap, it could never
+shrink again. If memory runs out in the heap all the same, the decision runs without it from now on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from weakref import WeakSet
+
+import torch
+
+from koila._free import growth_bytes, less_margin
+from koila._malloc import held_back_bytes, large_blocks_from_system, return_freed
+from koila.ir.cache import Cache
+from koila.planning.decide import Decision
+
+HEAP_SHARE = 4 / 3
+"""How much larger a heap is than what is alive in it, in most programs: a default budget counts on it."""
+LARGEST_HEAP_SHARE = 1.6
+"""How much larger it was at the most in `./scripts/bench process`."""
+SMALL_BYTES = 8 << 20
+"""Runs that need less than this are not looked at: no heap grows large by them."""
+_AS_IT_IS = nullcontext()
+_have_run: WeakSet[Decision] = WeakSet()
+"""Decisions whose primitives and code are there."""
+_not_in_heap: WeakSet[Decision] = WeakSet()
+"""Decisions for which the heap was once too small."""
+
+
+def kept_small(decision: Decision, device: torch.device) -> AbstractContextManager[None]:
+    """Run a decision inside of this: where a limit binds, the process grows by little more than what is alive."""
+    if device.type == "cpu" and (decision.budget.process or _is_near_limit(decision)):
+        return _from_system(decision)
+    return _AS_IT_IS
+
+
+def _is_near_limit(decision: Decision) -> bool:
+    """Whether a heap with all that a decision needs could be more than the process may grow by."""
+    budget, projection = decision.budget, decision.projection
+    if budget.allowed_bytes is None or projection is None or projection.peak_bytes < SMALL_BYTES:
+        return False
+    if decision in _not_in_heap or (budget.is_default and decision not in _have_run):
+        return True
+    return projection.peak_bytes * LARGEST_HEAP_SHARE > growth_bytes() + held_back_bytes()
+
+
+@contextmanager
+def _from_system(decision: Decision) -> Iterator[None]:
+    if not decision.budget.process:
+        return_freed()
+    with large_blocks_from_system():
+        yield
+    _have_run.add(decision)
+
+
+def try_without_heap(decision: Decision) -> bool:
+    """Memory ran out in a run: whether the same decision may run if large blocks come from the system."""
+    if decision not in _have_run or decision in _not_in_heap:
+        return False
+    _not_in_heap.add(decision)
+    return True
+
+
+_left: Cache[int] = Cache("left_for_live_bytes", 1)
+
+
+def left_for_live_bytes(reserved_bytes: int) -> int:
+    """Of what the process may still grow by, the part that may be alive at a time; holes in the heap take the rest.
+
+    What the heap holds back from an earlier run serves the next one, so it is free. The margin is for what is yet to
+    come: an amount that was found before stays while it fits without a margin, unless a much larger one fits with it.
+    """
+    room = max(0, growth_bytes() + held_back_bytes() - reserved_bytes)
+    found, earlier = int(less_margin(room) / HEAP_SHARE), _left.get(reserved_bytes)
+    if earlier is not None and earlier * HEAP_SHARE <= room and found < earlier * 1.25:
+        return earlier
+    _left.add(reserved_bytes, found)
+    return found
