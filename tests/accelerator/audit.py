@@ -49,8 +49,8 @@ FLOAT32 = ("autoformer",)
 
 REASONS: dict[str, tuple[str, ...]] = {
     "made from nothing: a constant, or made again for each chunk": (
-        "arange.default", "arange.start", "eye.default", "full.default", "new_empty_strided.default", "ones.default",
-        "scalar_tensor.default", "zeros.default",
+        "arange.default", "arange.start", "eye.default", "full.default", "new_empty.default",
+        "new_empty_strided.default", "ones.default", "scalar_tensor.default", "zeros.default",
     ),
     "its result is a value of Python's, or its size depends on data: it runs at once": (
         "_is_all_true.default", "_local_scalar_dense.default", "_unique2.default", "masked_select.default",
