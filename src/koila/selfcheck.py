@@ -28,6 +28,8 @@ Tensors = tuple[torch.Tensor, ...]
 Scope = Callable[[], AbstractContextManager[Any]]
 SHARES = (0.75, 0.5)
 """Budgets, as shares of what eager takes."""
+FLOAT32 = 1e-4
+"""How far results in float32 may be from eager's; with batch normalisation eager's own are 1.5e-5 from its float64."""
 BALLAST_SHARES = (0.97, 0.5)
 """What is left of the device's memory, as shares of what eager takes, where no budget is named."""
 
@@ -226,7 +228,7 @@ def check(device: torch.device, size: int = 8) -> Iterator[Finding]:
     for name in PROGRAMS:
         for dtype, during, tolerance, title in (
             (torch.float64, nullcontext, 1e-10, "float64"),
-            (torch.float32, nullcontext, 1e-5, "float32"),
+            (torch.float32, nullcontext, FLOAT32, "float32"),
             (torch.float32, half, 5e-2, "autocast to bfloat16"),
         ):
             for found in _Checker(name, device, size, dtype, during).findings(tolerance):
