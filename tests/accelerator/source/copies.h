@@ -60,7 +60,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (down) bytes_down += from.nbytes();
   const auto& host = up ? from : to;
   const bool is_late = non_blocking && asynchronous && (up || down) && host.numel() > 0 &&
-                       Pinned::has(host.storage().data()) && from.dtype() == to.dtype() && to.is_non_overlapping_and_dense();
+                       Pinned::has(host.storage().data()) && from.dtype() == to.dtype() &&
+                       to.is_non_overlapping_and_dense();
   const at::Tensor source = views_from.to_cpu(from), target = views_to.to_cpu(to);
   if (is_late) {
     copy_later(source, target, views_from, views_to, views_from.is_raced);

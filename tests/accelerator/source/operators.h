@@ -135,8 +135,7 @@ Four efficient_attention_backward(const at::Tensor& grad, const at::Tensor& q, c
   auto [x, y, z, w] = without_workspace(views, [&]() -> Four {
     const auto scores = scores_of(a, b, mask, causal, scale);
     const auto& p = scores.probabilities;
-    const auto kept =
-        dropout == 0.0 ? at::ones_like(p) : kept_scores(p, s.item<int64_t>(), f.item<int64_t>(), dropout);
+    const auto kept = dropout == 0.0 ? at::ones_like(p) : kept_scores(p, s.item<int64_t>(), f.item<int64_t>(), dropout);
     const auto dp = at::matmul(g, c.transpose(-2, -1)) * kept;
     const auto ds = (dp - (dp * p).sum(-1, true)) * p;
     return {at::matmul(ds, b) * scores.scale, at::matmul(ds.transpose(-2, -1), a) * scores.scale,

@@ -9,6 +9,7 @@
 
 #include <c10/core/Stream.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <deque>

@@ -130,11 +130,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_counted", [](bool on) { counted = on; });
   m.def("set_cudnn_norm", [](bool on) { cudnn_norm = on; });
   m.def("counts", [] {
-    return std::map<std::string, int64_t>{{"calls", num_calls},          {"waits", num_waits},
-                                          {"copied", num_copied},        {"bytes_up", bytes_up},
-                                          {"bytes_down", bytes_down},    {"pinned", Pinned::live},
-                                          {"pinned_peak", Pinned::peak}, {"late", num_late},
-                                          {"races", num_races}};
+    return std::map<std::string, int64_t>{
+        {"calls", num_calls},          {"waits", num_waits},       {"copied", num_copied},
+        {"bytes_up", bytes_up},        {"bytes_down", bytes_down}, {"pinned", Pinned::live},
+        {"pinned_peak", Pinned::peak}, {"late", num_late},         {"races", num_races}};
   });
   m.def("manual_seed", [](int i, uint64_t s) { own_of(default_generator(i)).set_current_seed(s); });
   m.def("seed", [](int i) { return own_of(default_generator(i)).seed(); });

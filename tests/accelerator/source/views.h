@@ -37,7 +37,7 @@ struct Views {
   std::unordered_map<c10::TensorImpl*, at::Tensor> original;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // (sim, cpu), to see what was resized.
   std::optional<Device> device, host_operand;
-  int64_t numel = 0;  // Of the first tensor of the device.
+  int64_t numel = 0;      // Of the first tensor of the device.
   bool is_raced = false;  // Whether something is read that another stream may not have written yet.
 
   std::vector<c10::Storage> written;  // Operands that the operator says it writes to.
