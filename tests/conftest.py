@@ -36,12 +36,13 @@ def fresh_counters() -> None:
 
 
 NOT_ON_DEVICES = {
-    "test_recurrent_packed": "lengths of packed sequences are the host's",
     "Embedding sparse": "the simulated device has no sparse tensors",
     "test_what_is_drawn_while_recording": "it looks for the operator by which the CPU draws",
     "test_offload_inside_a_schedule": "it counts the host's memory, too; see tests/accelerator/test_offload.py",
+    "test_str_shows_data_and_repr_does_not_run": "the text that it expects has no device",
+    "test_json_holds_every_decision": "the text that it expects names the CPU",
+    "test_a_plan_can_be_read": "the text that it expects names the CPU",
     "test_offload_of_what_is_kept": "it counts the host's memory, too; see tests/accelerator/test_offload.py",
-    "test_gradients_are_eagers_at_every_budget[experts]": "an accelerator's costs make another plan the fastest",
 }
 """By a part of a test's name, why it makes no sense on the simulated accelerator."""
 

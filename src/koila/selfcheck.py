@@ -28,6 +28,8 @@ Tensors = tuple[torch.Tensor, ...]
 Scope = Callable[[], AbstractContextManager[Any]]
 SHARES = (0.75, 0.5)
 """Budgets, as shares of what eager takes."""
+FLOAT32 = 1e-4
+"""How far results in float32 may be from eager's; with batch normalisation eager's own are 1.5e-5 from its float64."""
 BALLAST_SHARES = (0.97, 0.5)
 """What is left of the device's memory, as shares of what eager takes, where no budget is named."""
 
@@ -178,9 +180,11 @@ class _Checker:
         except koila.BudgetError as refused:
             yield Finding(self.name, check, None, f"refused: {str(refused).splitlines()[0]}")
             return
+        self.step(lazy, koila.measure)  # What the forward pass makes itself, such as a first state, is not the run's.
         report = koila.last_report()
-        kept = found.peak_bytes <= (report.projected_bytes or 0) <= (report.allowed_bytes or 0)
-        text = f"measured {found.peak_bytes}, projected {report.projected_bytes}, allowed {report.allowed_bytes}"
+        measured = report.measured_bytes or 0
+        kept = 0 < measured <= (report.projected_bytes or 0) <= (report.allowed_bytes or 0)
+        text = f"measured {measured}, projected {report.projected_bytes}, allowed {report.allowed_bytes}"
         yield Finding(self.name, f"{check}, bytes", kept and not report.retries, text)
         yield self._numbers(check, found, tolerance)
         ratio = found.seconds / self.eager.seconds
@@ -226,7 +230,7 @@ def check(device: torch.device, size: int = 8) -> Iterator[Finding]:
     for name in PROGRAMS:
         for dtype, during, tolerance, title in (
             (torch.float64, nullcontext, 1e-10, "float64"),
-            (torch.float32, nullcontext, 1e-5, "float32"),
+            (torch.float32, nullcontext, FLOAT32, "float32"),
             (torch.float32, half, 5e-2, "autocast to bfloat16"),
         ):
             for found in _Checker(name, device, size, dtype, during).findings(tolerance):

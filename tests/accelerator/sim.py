@@ -153,7 +153,7 @@ def allocations(device: int = 0) -> int:
 
 
 def counts() -> dict[str, int]:
-    """Calls, times that the host waited for the device, bytes copied up and down, pinned bytes."""
+    """Calls, times that the host waited for the device, bytes copied up and down, pinned bytes, late copies, races."""
     return dict(_native.counts())
 
 
@@ -188,7 +188,7 @@ def _switch(name: str, before: Any) -> Any:
 
 
 asynchronous = _switch("asynchronous", False)
-"""Copies to pinned memory that do not block arrive when somebody waits; until then the memory holds 0x7f bytes."""
+"""Copies from and to pinned memory that do not block are late, and streams are in no order unless they wait."""
 counted_generator = _switch("counted", False)
 """Generators are a seed and an offset, as CUDA's are: drawing in blocks gives other numbers than drawing at once."""
 cudnn_norm = _switch("cudnn_norm", False)

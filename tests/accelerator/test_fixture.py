@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,6 +100,83 @@ def test_late_copies_show() -> None:
         assert not torch.equal(target, torch.ones(4))
         torch.accelerator.synchronize()
         assert torch.equal(target, torch.ones(4))
+
+
+class TestStreams:
+    """Work on one stream is in order; between streams only where one waits for the other."""
+
+    @pytest.fixture(autouse=True)
+    def late(self) -> Iterator[None]:
+        with sim.asynchronous():
+            yield
+
+    @staticmethod
+    def copied(source: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
+        target = torch.empty(source.shape, pin_memory=True)
+        with stream:
+            target.copy_(source, non_blocking=True)
+        return target
+
+    def test_what_comes_later_on_a_stream_does_not_reach_an_earlier_copy(self) -> None:
+        source = torch.ones(4, device="sim")
+        target = self.copied(source, torch.accelerator.current_stream())
+        source.add_(1)
+        torch.accelerator.synchronize()
+        assert torch.equal(target, torch.ones(4))
+
+    def test_a_stream_that_waits_sees_what_was_written(self) -> None:
+        source, side = torch.ones(4, device="sim"), torch.Stream("sim")
+        side.wait_stream(torch.accelerator.current_stream())
+        target, races = self.copied(source, side), sim.counts()["races"]
+        assert not torch.equal(target, torch.ones(4)), "it is late"
+        side.synchronize()
+        assert torch.equal(target, torch.ones(4)) and sim.counts()["races"] == races
+
+    def test_a_stream_that_does_not_wait_reads_garbage(self) -> None:
+        source, races = torch.ones(4, device="sim"), sim.counts()["races"]
+        target = self.copied(source, torch.Stream("sim"))
+        torch.accelerator.synchronize()
+        assert not torch.equal(target, torch.ones(4)) and sim.counts()["races"] == races + 1
+
+    def test_a_write_that_does_not_wait_reaches_the_copy(self) -> None:
+        source, side = torch.ones(4, device="sim"), torch.Stream("sim")
+        side.wait_stream(torch.accelerator.current_stream())
+        target = self.copied(source, side)
+        source.add_(1)
+        torch.accelerator.synchronize()
+        assert torch.equal(target, 2 * torch.ones(4))
+
+    def test_a_write_that_waits_does_not_reach_the_copy(self) -> None:
+        source, side = torch.ones(4, device="sim"), torch.Stream("sim")
+        side.wait_stream(torch.accelerator.current_stream())
+        target = self.copied(source, side)
+        torch.accelerator.current_stream().wait_stream(side)
+        source.add_(1)
+        torch.accelerator.synchronize()
+        assert torch.equal(target, torch.ones(4))
+
+    @pytest.mark.parametrize("is_recorded", [False, True])
+    def test_memory_that_is_freed_too_early_is_lost_unless_its_stream_is_recorded(self, is_recorded: bool) -> None:
+        source, side = torch.ones(4, device="sim"), torch.Stream("sim")
+        side.wait_stream(torch.accelerator.current_stream())
+        target = self.copied(source, side)
+        if is_recorded:
+            source.record_stream(side)
+        del source
+        side.synchronize()
+        assert torch.equal(target, torch.ones(4)) == is_recorded
+
+    @pytest.mark.parametrize("waits", [False, True])
+    def test_what_another_stream_brings_must_be_waited_for(self, waits: bool) -> None:
+        source, target, side = torch.ones(4).pin_memory(), torch.zeros(4, device="sim"), torch.Stream("sim")
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            target.copy_(source, non_blocking=True)
+        if waits:
+            torch.accelerator.current_stream().wait_stream(side)
+        races = sim.counts()["races"]
+        assert torch.equal((target * 1).cpu(), torch.ones(4)) == waits
+        assert (sim.counts()["races"] == races) == waits
 
 
 def test_waiting_is_counted() -> None:

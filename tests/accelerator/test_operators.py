@@ -12,6 +12,7 @@ import koila
 from koila import events
 from koila.analysis.decompositions import decompositions
 from koila.analysis.rules import devices, rule_for
+from koila.ir import attention
 from tests.accelerator import sim
 from tests.accelerator.trial import assert_kept, distance, forget, step
 
@@ -73,12 +74,49 @@ def test_statistics_that_the_norm_of_cudnn_hides_are_seen_by_whoever_reads_them(
     assert torch.equal(*read)
 
 
-def test_attention_with_dropout_runs_whole_and_says_why() -> None:
+@pytest.mark.parametrize("counted", [False, True], ids=["drawn like the CPU", "seed and offset"])
+@pytest.mark.parametrize("which", [2, 3], ids=["efficient", "overrideable"])
+def test_attention_with_dropout_has_the_mask_of_its_kernel(which: int, counted: bool) -> None:
+    with sim.attention(which), sim.counted_generator(counted):
+        expected = step("attention with dropout")
+        assert distance(step("attention with dropout", koila.lazy), expected) == 0
+        for chunk in (5, 1):
+            found = step("attention with dropout", koila.lazy, partial(koila.budget, chunk_size=chunk))
+            assert found.report.how == "split" and not found.report.fallbacks
+            assert distance(found, expected) < 1e-10
+
+
+def test_attention_with_dropout_inside_a_budget() -> None:
+    """Measured from the run on: recording draws the mask."""
+    with sim.attention(2):
+        expected = step("attention with dropout")
+        lazy = partial(koila.lazy, budget=int(0.5 * expected.peak_bytes))
+        found = step("attention with dropout", lazy, koila.measure)
+    assert_kept(found)
+    assert found.report.how == "split" and distance(found, expected) < 1e-10
+
+
+def test_a_kernel_that_draws_otherwise_runs_at_once_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test finds another result with the mask that it was told."""
+    told = attention.attention_mask
+    monkeypatch.setattr(attention, "attention_mask", lambda *args: told(*args).logical_not_())
+    attention._tells_its_mask.cache_clear()
     with sim.attention(2):
         expected = step("attention with dropout")
         found = step("attention with dropout", koila.lazy, partial(koila.budget, chunk_size=5))
+    attention._tells_its_mask.cache_clear()
     assert events.counters()["forced::random numbers that depend on data"] == 1
     assert distance(found, expected) < 1e-10
+
+
+def test_whoever_calls_the_operator_itself_gets_its_seed() -> None:
+    given = torch.randn(2, 3, 8, 4, device="sim")
+    operator = torch.ops.aten._scaled_dot_product_efficient_attention
+    seeds = []
+    for maker in (lambda tensor: tensor, koila.lazy):
+        torch.manual_seed(5)
+        seeds.append(operator(maker(given), given, given, None, True, 0.5)[2])
+    assert seeds[0].item() == seeds[1].item()
 
 
 # Operators of aten that have no kernel on a CPU, from torch's own schemas.

@@ -36,8 +36,10 @@ def has_cpu_dtype(architecture: Architecture) -> bool:
     return True
 
 
-def _to(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def _to(value: Any, dtype: torch.dtype, device: str) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
 def _results(outputs: Any) -> dict[str, Any]:
@@ -55,9 +57,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _program(architecture: Architecture, dtype: torch.dtype, batch: int = BATCH) -> Program:
+def program_of(architecture: Architecture, dtype: torch.dtype, batch: int = BATCH, device: str = "cpu") -> Program:
+    """One training step, with the same numbers on every device."""
     seed()
-    model = architecture.model().train().to(dtype)
+    model = architecture.model().train().to(device, dtype)
     if dtype == torch.float64 and architecture.kind == "mixture of experts":
         model.set_experts_implementation("batched_mm")  # torch's grouped matmul has no float64.
 
@@ -65,7 +68,7 @@ def _program(architecture: Architecture, dtype: torch.dtype, batch: int = BATCH)
         with _default_dtype(dtype):
             return _results(model(**found))
 
-    inputs = {name: _to(value, dtype) for name, value in architecture.inputs(batch).items()}
+    inputs = {name: _to(value, dtype, device) for name, value in architecture.inputs(batch).items()}
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return Program(inputs, call, state, architecture.loss)
 
@@ -76,7 +79,7 @@ def all_trials(
     """One training step."""
     for dtype in dtypes:
         label = f"train {str(dtype).removeprefix('torch.')}"
-        yield Trial(architecture.kind, label, lambda dtype=dtype: _program(architecture, dtype))  # type: ignore[misc]
+        yield Trial(architecture.kind, label, lambda dtype=dtype: program_of(architecture, dtype))  # type: ignore[misc]
 
 
 chosen_trials = all_trials
@@ -89,6 +92,6 @@ def cuts(trial: Trial) -> list[Cut]:
 
 def measured(architecture: Architecture) -> Row:
     """Bytes and work of one training step, cut and uncut."""
-    build = lambda: _program(architecture, torch.float32, TABLE_BATCH)  # noqa: E731
+    build = lambda: program_of(architecture, torch.float32, TABLE_BATCH)  # noqa: E731
     _, batches = cut_along(tensors_of(build().inputs), 0, TABLE_BATCH)
     return row(build, batches, TABLE_BATCH)

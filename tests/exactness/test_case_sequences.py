@@ -62,7 +62,7 @@ def test_recurrent_cell_in_a_loop(kind: str) -> None:
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_packed(kind: str) -> None:
     def program(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        lengths = torch.arange(x.shape[0]) % x.shape[1] + 1
+        lengths = torch.arange(x.shape[0], device="cpu") % x.shape[1] + 1
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         return pad_packed_sequence(net(packed)[0], batch_first=True)[0]
 

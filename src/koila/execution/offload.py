@@ -1,37 +1,65 @@
 """Offload: values that wait in a file (on a CPU) or in the host's memory (on an accelerator), not where they are used.
 
 *Takes* tensors. *Gives* handles, and the tensors again. The file has no name and is gone with the handle; the system
-writes it out while the run goes on. Copies from and to an accelerator are queued on the current stream, behind what
-made the value and before what reads it; the host never reads what it holds, so it need not wait. (Shown on the
-simulated device of the tests, with late copies; untested on hardware.)
+writes it out while the run goes on. Copies from and to an accelerator are those of `koila.execution.copies`.
 """
 
 from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from koila import events
 from koila._scopes import Scopes
+from koila.execution.copies import Copies, HostCopy
 
-_directories = Scopes[str | None]("directories")
+
+class _Offloading:
+    """Where the values of one run wait."""
+
+    def __init__(self, directory: str | None = None, room_bytes: int = 0) -> None:
+        self.directory, self._room_bytes = directory, room_bytes
+        self._copies: dict[torch.device, Copies] = {}
+
+    def copies(self, device: torch.device) -> Copies:
+        if device not in self._copies:
+            self._copies[device] = Copies(device, self._room_bytes)
+        return self._copies[device]
+
+    def finish(self) -> None:
+        for copies in self._copies.values():
+            copies.finish()
 
 
-def offload_in(directory: str | None) -> AbstractContextManager[str | None]:
-    """A scope in which files are made in that directory."""
-    return _directories.inside(directory)
+_runs = Scopes[_Offloading]("offloading")
+_outside = _Offloading()
+"""For runs that nobody opened a scope for: copies are waited for at once."""
+
+
+def _current() -> _Offloading:
+    return _runs.innermost or _outside
+
+
+@contextmanager
+def offload_in(directory: str | None, room_bytes: int = 0) -> Iterator[None]:
+    """A scope in which files are made in that directory, and copies on their way hold so much of an accelerator."""
+    run = _Offloading(directory, room_bytes)
+    with _runs.inside(run):
+        try:
+            yield
+        finally:
+            run.finish()
 
 
 def empty_in_file(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor whose memory is a file."""
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
     length = extent * dtype.itemsize
-    with tempfile.TemporaryFile(dir=_directories.innermost) as file:
+    with tempfile.TemporaryFile(dir=_current().directory) as file:
         file.truncate(max(length, 1))
         memory = mmap.mmap(file.fileno(), max(length, 1))
     flat = torch.frombuffer(memory, dtype=dtype, count=extent) if extent else torch.empty(0, dtype=dtype)
@@ -41,27 +69,17 @@ def empty_in_file(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
 def offload(value: torch.Tensor) -> Any:
     """Copy a value to a file, or to the host."""
     if value.device.type != "cpu":
-        return _on_host(value), value.device
+        return _current().copies(value.device).down(value), value.device
     place = empty_in_file(value.shape, value.stride(), value.dtype)
     place.copy_(value)
     return place, value.device
 
 
-def _on_host(value: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, or in ordinary memory if so much cannot be pinned."""
-    try:
-        place = torch.empty_like(value, device="cpu", pin_memory=True)
-    except RuntimeError:
-        events.count("offload::not pinned")
-        place = torch.empty_like(value, device="cpu")
-    return place.copy_(value, non_blocking=place.is_pinned())
-
-
 def fetch(handle: Any) -> torch.Tensor:
     """A copy in memory of a value that was offloaded."""
     place, device = handle
-    if device.type != "cpu":
-        return place.to(device, non_blocking=True)
+    if isinstance(place, HostCopy):
+        return _current().copies(device).up(place)
     return torch.empty_strided(place.shape, place.stride(), dtype=place.dtype).copy_(place)
 
 
@@ -76,5 +94,9 @@ class Pieces:
         self._handles[start, stop] = offload(value)
 
     def fetch(self, start: int, stop: int) -> torch.Tensor:
-        """The chunk of these samples; it can be fetched again."""
-        return fetch(self._handles[start, stop])
+        """The chunk of these samples; it can be fetched again. The chunk that follows is begun."""
+        found = fetch(self._handles[start, stop])
+        following = next((handle for (first, _), handle in self._handles.items() if first == stop), None)
+        if following is not None:
+            _current().copies(following[1]).begin_up(following[0])
+        return found

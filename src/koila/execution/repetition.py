@@ -197,7 +197,7 @@ def _make_call(template: Template, entry: Entry, tensors: list[Any]) -> Any:
     if not entry.draws:
         return template.call(template.func, template.constants, template.positions, entry.captured, tensors)
     mark = Mark()
-    with Supply([draw.whole() for draw in entry.draws], mark):
+    with Supply([draw.replayed() for draw in entry.draws], mark):
         return template.call(template.func, template.constants, template.positions, entry.captured, tensors)
 
 

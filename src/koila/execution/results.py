@@ -62,7 +62,8 @@ def run_split(
     num_calls, name = len(plan.facts.items), graph.name
     events.emit(events.RunStart(name, num_calls, decision.num_samples, plan.chunk_size, len(plan.phases)))
     started = time.perf_counter()
-    with offload_in(decision.budget.offload):
+    room_bytes = 0 if decision.projection is None else decision.projection.copying_bytes
+    with offload_in(decision.budget.offload, room_bytes):
         values = run_chunked(code, graph, inputs_of(joint, graph, seeds, before), phase_seconds)
     events.emit(events.RunEnd(time.perf_counter() - started, len(plan.chunks)))
     first = joint.num_outputs

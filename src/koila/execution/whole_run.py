@@ -79,7 +79,7 @@ def _replay(
         events.count(f"pending::failed::{kind}", site=node.site)
         return True
 
-    numbers = lambda node: [draw.whole() for draw in node.draws]  # noqa: E731
+    numbers = lambda node: [draw.replayed() for draw in node.draws]  # noqa: E731
     replay([n for n in graph.nodes if n not in failed], environment, lookup_for, numbers, free, may_fail)
     done = [node for node in graph.nodes if node not in failed] if failed else list(graph.nodes)
     for node in done:

@@ -6,7 +6,9 @@ that holds the numbers in their smallest exact form, and `Supply`, which hands s
 After the draw the generator stands where eager's would (DESIGN.md section 3). A Bernoulli mask is kept as one bit per
 element on its device, and is drawn into bytes where a self-test on that device shows that the stream does not depend on
 the dtype. Dropout of an accelerator is one operator, which draws and multiplies: its mask is drawn by the operator
-itself, or by `bernoulli_` where a self-test shows that this is the same. Nothing is ever drawn block by block.
+itself, or by `bernoulli_` where a self-test shows that this is the same. Attention of an accelerator draws inside of
+its kernel, too: its mask serves a run in chunks, and the state of its generator a run of eager's own kernel. Nothing is
+ever drawn block by block.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import torch
 
 from koila._free import give_back
 from koila._scopes import Mark
-from koila._torch import TorchDispatchMode, schema_of
+from koila._torch import FakeTensor, TorchDispatchMode, schema_of
+from koila.ir.attention import OPERATORS, attended, attention_mask, draws_mask
 from koila.ir.dropout import LAYOUTS, dropout_mask, dropped, is_drawn
 from koila.ir.generators import GeneratorState
 from koila.ir.prepass import Draw, PrePass, contiguous, empty, prepass_of
@@ -66,6 +69,14 @@ class Source:
         """The layout of `whole()`."""
         return prepass_of(self.whole())
 
+    def replayed(self) -> torch.Tensor:
+        """What a call is given that is made again as it was recorded."""
+        return self.whole()
+
+    def replayed_prepass(self) -> PrePass:
+        """The layout of `replayed()`."""
+        return self.prepass()
+
 
 class BitSource(Source):
     """A Bernoulli mask, eight elements to a byte, in logical order; its tensors are bool."""
@@ -97,6 +108,23 @@ class BitSource(Source):
             bits = block.unsqueeze(1).bitwise_right_shift(shifts).bitwise_and_(1)
             pieces[begin - first : begin - first + bits.numel()].copy_(bits.view(-1))
         return pieces[start - first : stop - first]
+
+
+class AttentionSource(BitSource):
+    """The mask of attention that draws it inside of the kernel, and the state of the generator before."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, mask: torch.Tensor, state: torch.Tensor) -> None:
+        super().__init__(mask)
+        self._state = state
+
+    def replayed(self) -> torch.Tensor:
+        """The state: eager's own kernel draws the same mask from it."""
+        return self._state
+
+    def replayed_prepass(self) -> PrePass:
+        return prepass_of(self._state)
 
 
 @cache
@@ -171,6 +199,9 @@ def _draw(spec: Draw) -> Source:
     with torch.no_grad():
         if spec.target is aten.native_dropout.default:
             return BitSource(dropout_mask(*spec.args[:2]))
+        if spec.target in OPERATORS:
+            state = GeneratorState(_device_of(spec)).read()
+            return AttentionSource(attention_mask(spec.target, spec.args, dict(spec.kwargs)), state)
         if spec.target is aten.bernoulli_.float:
             prepass = spec.args[0]
             dtype = torch.uint8 if _stream_ignores_dtype(prepass.dtype, prepass.device) else None
@@ -194,7 +225,11 @@ class Supply(TorchDispatchMode):
         self._mark = weakref.ref(mark)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags or func not in BY_LAYOUT or self._mark() is None:
+        if torch.Tag.nondeterministic_seeded not in func.tags or self._mark() is None:
+            return func(*args, **(kwargs or {}))
+        if draws_mask(func, args, kwargs or {}):
+            return _attended(func, args, kwargs or {}, next(self._next))
+        if func not in BY_LAYOUT:
             return func(*args, **(kwargs or {}))
         if func is aten.native_dropout.default and not is_drawn(*args, **(kwargs or {})):
             return func(*args, **(kwargs or {}))
@@ -204,3 +239,15 @@ class Supply(TorchDispatchMode):
         if schema_of(func).is_mutable:
             return args[0].copy_(numbers)
         return numbers.clone()
+
+
+def _attended(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> Any:
+    """Attention with a mask by formulas; with the state of a generator, by eager's own kernel."""
+    if numbers.dtype == torch.bool:
+        return attended(func, args, kwargs, numbers)
+    if isinstance(numbers, FakeTensor):
+        return func(*args, **kwargs)
+    generator = GeneratorState(args[0].device)
+    with generator.restored():
+        generator.write(numbers)
+        return func(*args, **kwargs)

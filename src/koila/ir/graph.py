@@ -94,10 +94,21 @@ class Graph:
 
     @cached_property
     def counting(self) -> tuple[int, ...]:
-        """Leaves that hold the positions 0, 1, … of the batch, as in `logp[torch.arange(B), y]`."""
-        size = self.num_samples
-        leaves = (number for number in range(len(self.leaves)) if number not in self.batches and size > 1)
-        return tuple(number for number in leaves if _counts(self.leaves[number], size))
+        """Leaves that hold the positions 0, 1, … of the batch, as in `logp[torch.arange(B), y]`.
+
+        Only those are looked at that may be an index: to look at a tensor of an accelerator is to wait for it.
+        """
+        if self.num_samples < 2:
+            return ()
+        given = (number for number in range(len(self.leaves)) if number not in self.batches)
+        like = [number for number in given if _may_count(self.leaves[number], self.num_samples)]
+        indices = self._indices() if like else ()
+        return tuple(number for number in like if id(self.leaves[number]) in indices and _counts(self.leaves[number]))
+
+    def _indices(self) -> set[int]:
+        """The identities of real tensors that a call may take as an index."""
+        operands = (operand for node in self.nodes if _may_index(node) for operand in node.operands)
+        return {id(operand.real if isinstance(operand, Value) else operand) for operand in operands}
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
@@ -193,10 +204,21 @@ class Graph:
         return "\n".join([*lines, "}"])
 
 
-def _counts(leaf: torch.Tensor, size: int) -> bool:
-    if leaf.dtype != torch.int64 or leaf.shape != (size,):
-        return False
-    return torch.equal(leaf, torch.arange(size, device=leaf.device))
+_INDEXING = ("__getitem__", "__setitem__", "index")
+"""In the names of functions that may take tensors as indices."""
+
+
+def _may_index(node: Node) -> bool:
+    """Whether a call may take one of its operands as an index; the user's own code may do anything."""
+    return isinstance(node.func, OwnedCall) or any(part in node.name for part in _INDEXING)
+
+
+def _may_count(leaf: torch.Tensor, size: int) -> bool:
+    return leaf.dtype == torch.int64 and leaf.shape == (size,)
+
+
+def _counts(leaf: torch.Tensor) -> bool:
+    return torch.equal(leaf, torch.arange(len(leaf), device=leaf.device))
 
 
 class _Names:

@@ -31,6 +31,7 @@ from koila._torch import (
     storage_key,
     write_count,
 )
+from koila.ir.attention import OPERATORS, is_known
 from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
 from koila.ir.dropout import dropout_of
@@ -72,9 +73,11 @@ class _NeedsData(Exception):
 class _Watch(TorchDispatchMode):
     """Notes random draws and writes that schemas hide."""
 
-    def __init__(self, on_meta: bool) -> None:
+    def __init__(self, on_meta: bool, called: Any) -> None:
         super().__init__()
         self.on_meta = on_meta
+        self.called = (called, *(getattr(called, name) for name in getattr(called, "overloads", list)()))
+        """The function that is inferred; an operator with its overloads."""
         self.draws: list[Draw] = []
         self.hidden_writes: list[int] = []
         """Storages written although the schema does not say so."""
@@ -105,10 +108,15 @@ class _Watch(TorchDispatchMode):
         is_dropout = func is aten.native_dropout.default
         if (is_dropout or func not in BY_LAYOUT) and _consumes_nothing(func, args, kwargs):
             return
-        if func not in BY_LAYOUT or (is_dropout and not _is_known(*args[:2])):
+        is_known = _is_known(*args[:2]) if is_dropout else func in BY_LAYOUT or self._is_attention(func, args, kwargs)
+        if not is_known:
             raise _NeedsData("random numbers that depend on data")
         spec = map_leaves(args, lambda leaf: prepass_of(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         self.draws.append(Draw(func, spec, tuple(kwargs.items())))
+
+    def _is_attention(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether it is attention inside of a function that shows neither its seed nor its mask."""
+        return func in OPERATORS and func not in self.called and is_known(func, args, kwargs)
 
 
 def _makes_real_tensors(args: Any, kwargs: Any) -> bool:
@@ -217,7 +225,7 @@ def infer(
     if is_collective(func.owner if isinstance(func, OwnedCall) else func):
         # Not even tried on fake tensors: the other processes would see a call that they do not make.
         return _unseen("other processes take part in it", len(operands))
-    mode, watch = nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True), _Watch(on_meta)
+    mode, watch = nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True), _Watch(on_meta, func)
     try:
         with ordinary_dispatch(), mode:
             fakes = {id(operand): _operand_fake(operand, META if on_meta else None) for operand in operands}

@@ -37,7 +37,7 @@ class StandIns:
     @staticmethod
     def numbers(node: Node) -> list[torch.Tensor]:
         """What stands for the random numbers of a call."""
-        return [empty(source.prepass()) for source in node.draws]
+        return [empty(source.replayed_prepass()) for source in node.draws]
 
 
 def _fake(leaf: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from koila.errors import BudgetError
 from koila.ir.job import Job, Wanted
 from koila.planning.calibration import correction_bytes
 from koila.planning.devices import current_rules
+from koila.planning.levers.offload import copying_bytes
 from koila.planning.peak import Projection, project
 from koila.planning.phases import make_layout
 from koila.planning.plan import Plan, make_plan
@@ -101,7 +102,8 @@ class Cutter:
         _count(started)
         if found is None:
             return None
-        return replace(self._cut(wanted, found[0], search.facts, found[1]), recipe=search.recipe(found[0]))
+        cut = _with_copies(self._cut(wanted, found[0], search.facts, found[1]), allowed_bytes)
+        return replace(cut, recipe=search.recipe(found[0]))
 
     def smallest(self, wanted: Wanted) -> Refused:
         """The smallest budget that would do, and what stands in the way."""
@@ -151,6 +153,17 @@ class Cutter:
         if not wanted.gradients or not backward:
             return 0
         return held + backward + leaf_bytes(self.program.graph.leaves[index] for index in self.program.joint.wrt)
+
+
+def _with_copies(cut: Cut, allowed_bytes: int) -> Cut:
+    """The cut with room for copies to the host that are on their way, as far as the budget leaves it."""
+    projection = cut.projection
+    room = copying_bytes(cut.plan, allowed_bytes - projection.peak_bytes)
+    if not room:
+        return cut
+    kinds = (*projection.kinds, ("copies on their way", room))
+    projection = replace(projection, peak_bytes=projection.peak_bytes + room, kinds=kinds, copying_bytes=room)
+    return replace(cut, projection=projection)
 
 
 def _illegal(error: Exception) -> NotSplittable:

@@ -5,13 +5,17 @@
 #include <c10/core/CPUAllocator.h>
 
 #include "arena.h"
+#include "queue.h"
 
 namespace sim {
 
 void release(void* p) {
   if (p == nullptr) return;
   for (int i = 0; i < num_devices(); ++i)
-    if (arena(i).free(p)) return;
+    if (const size_t size = arena(i).size_of(p)) {
+      if (!keep_for_late(p, size, i, [i, p] { arena(i).free(p); })) arena(i).free(p);
+      return;
+    }
   c10::GetDefaultCPUAllocator()->raw_deleter()(p);
 }
 bool is_device_memory(void* p) {
@@ -28,6 +32,7 @@ struct Inside {
 struct SimAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t n) override {
     void* p = arena(current).allocate(n, current);
+    note_home(p, here(current));
     return {p, p, &release, Device(kSim, current)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -39,7 +44,9 @@ struct SimAllocator final : c10::DeviceAllocator {
       arena(i).release_cached();
     }
   }
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    record_use(data.get(), {stream.device_index(), stream.id()});
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex i) override {
     std::lock_guard<std::mutex> l(arena(i).mutex);
     return arena(i).stats;
@@ -65,6 +72,7 @@ struct CpuShim final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     if (inside < 0) return c10::GetDefaultCPUAllocator()->allocate(n);
     void* p = arena(inside).allocate(n, inside);
+    note_home(p, here(inside));
     return {p, p, &release, Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }

@@ -125,6 +125,13 @@ struct Arena {
     std::lock_guard<std::mutex> lock(mutex);
     return plain.count(p) || blocks.count(static_cast<char*>(p));
   }
+  /// The bytes of an allocation; 0 if it is not one of this device.
+  size_t size_of(void* p) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (auto it = plain.find(p); it != plain.end()) return it->second;
+    auto it = blocks.find(static_cast<char*>(p));
+    return it == blocks.end() ? 0 : it->second.size;
+  }
   bool free(void* p) {
     std::lock_guard<std::mutex> lock(mutex);
     if (auto it = plain.find(p); it != plain.end()) {

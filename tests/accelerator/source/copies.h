@@ -26,59 +26,57 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
       size, stride, &sim_allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
 
-/// Copies to the host that were asked not to block are done when somebody waits: until then the target holds 0x7f
-/// bytes.
-struct Pending {
-  at::Tensor to, from;
-};
-std::mutex pending_mutex;
-std::vector<Pending>& pending() {
-  static auto* p = new std::vector<Pending>;
-  return *p;
-}
-bool asynchronous = false;
-void finish_copies() {
-  std::vector<Pending> due;
-  {
-    std::lock_guard<std::mutex> l(pending_mutex);
-    due.swap(pending());
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  for (auto& [to, from] : due) to.copy_(from);
-}
-
-/// The host waits for the device.
+/// The host waits for all that was asked of the devices, or for a part of it.
 void wait() {
   ++num_waits;
-  finish_copies();
+  drain_all();
+}
+void wait(const Clock& clock) {
+  ++num_waits;
+  wait_for(clock);
 }
 
 std::atomic<int64_t> bytes_up{0}, bytes_down{0};
+/// A copy that is done later: it reads its source then, and its target holds 0x7f bytes until then.
+void copy_later(const at::Tensor& source, const at::Tensor& target, const Views& from, const Views& to, bool is_raced) {
+  const auto device = from.device ? *from.device : *to.device;
+  std::memset(target.data_ptr(), kPoison, target.nbytes());
+  std::vector<void*> blocks;
+  for (const auto* views : {&from, &to})
+    for (const auto& [own, seen] : views->cpu_of) blocks.push_back(own->mutable_data());
+  const auto run = [source, target, is_raced] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if (!is_raced) const_cast<at::Tensor&>(target).copy_(source);
+  };
+  enqueue(here(device.index()), run, blocks);
+  for (const auto& [own, seen] : to.cpu_of) note_write(here(device.index()), own->mutable_data());
+}
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView below;
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   Views views_from, views_to;
+  const bool up = from.device().is_cpu(), down = to.device().is_cpu();
+  if (up) bytes_up += from.nbytes();
+  if (down) bytes_down += from.nbytes();
+  const auto& host = up ? from : to;
+  const bool is_late = non_blocking && asynchronous && (up || down) && host.numel() > 0 &&
+                       Pinned::has(host.storage().data()) && from.dtype() == to.dtype() &&
+                       to.is_non_overlapping_and_dense();
   const at::Tensor source = views_from.to_cpu(from), target = views_to.to_cpu(to);
-  if (from.device().is_cpu()) {
-    finish_copies();
-    bytes_up += from.nbytes();
+  if (is_late) {
+    copy_later(source, target, views_from, views_to, views_from.is_raced);
+    return to;
   }
-  if (to.device().is_cpu()) {
-    bytes_down += from.nbytes();
-    if (non_blocking && asynchronous && Pinned::has(to.data_ptr())) {
-      at::Tensor kept = source.clone();
-      std::memset(target.data_ptr(), 0x7f, target.nbytes());
-      std::lock_guard<std::mutex> l(pending_mutex);
-      pending().push_back({target, kept});
-      return to;
-    }
+  if (down) {
     ++num_waits;
-    finish_copies();
+    drain(here(from.device().index()));
   }
   {
     Inside guard(from.device().type() == kSim ? from.device().index() : to.device().index());
     const_cast<at::Tensor&>(target).copy_(source);
   }
+  if (down && views_from.is_raced) std::memset(target.data_ptr(), kPoison, target.nbytes());
+  if (!down) note_write(here(to.device().index()), to.storage().mutable_data());
   return to;
 }
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
@@ -95,6 +93,8 @@ at::Tensor& set_nothing(at::Tensor& self) {
   c10::Storage s(storage_over(sim_allocator.allocate(0), 0, &sim_allocator));
   return self.set_(s, 0, {0}, {});
 }
-void record_stream(at::Tensor&, at::Stream) {}
+void record_stream(at::Tensor& self, at::Stream stream) {
+  record_use(self.storage().mutable_data(), {stream.device_index(), stream.id()});
+}
 
 }  // namespace sim

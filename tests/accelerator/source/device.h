@@ -1,4 +1,4 @@
-// Devices, streams and events as PyTorch asks for them. Work is done when it is asked for; only copies may be late.
+// Devices, streams and events as PyTorch asks for them.
 #pragma once
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -12,8 +12,9 @@ namespace sim {
 
 struct Event {
   std::chrono::steady_clock::time_point at;
+  Clock after;
 };
-thread_local std::map<int, c10::StreamId> current_stream;
+StreamKey key_of(const c10::Stream& s) { return {s.device_index(), s.id()}; }
 std::atomic<c10::StreamId> next_stream{1};
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -47,17 +48,23 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   DeviceIndex deviceCount() const noexcept override { return num_devices(); }
   void destroyEvent(void* e, DeviceIndex) const noexcept override { delete static_cast<Event*>(e); }
-  void record(void** e, const c10::Stream&, DeviceIndex, c10::EventFlag) const override {
+  void record(void** e, const c10::Stream& s, DeviceIndex, c10::EventFlag) const override {
     if (*e == nullptr) *e = new Event;
-    static_cast<Event*>(*e)->at = std::chrono::steady_clock::now();
+    *static_cast<Event*>(*e) = {std::chrono::steady_clock::now(), clock_of(key_of(s))};
   }
-  void block(void*, const c10::Stream&) const override {}
+  void block(void* e, const c10::Stream& s) const override {
+    if (e != nullptr) put_behind(key_of(s), static_cast<Event*>(e)->after);
+  }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { wait(); }
-  void synchronizeEvent(void*) const override { wait(); }
+  void synchronizeStream(const c10::Stream& s) const override { wait(clock_of(key_of(s))); }
+  void synchronizeEvent(void* e) const override {
+    if (e != nullptr) wait(static_cast<Event*>(e)->after);
+  }
   void synchronizeDevice(DeviceIndex) const override { wait(); }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
+    record_use(data.get(), key_of(s));
+  }
   double elapsedTime(void* a, void* b, DeviceIndex) const override {
     return std::chrono::duration<double, std::milli>(static_cast<Event*>(b)->at - static_cast<Event*>(a)->at).count();
   }

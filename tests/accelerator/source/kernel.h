@@ -30,6 +30,8 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
   for (size_t i = first; i < first + n; ++i) {
     auto& value = (*stack)[i];
+    const auto* alias = schema.arguments()[i - first].alias_info();
+    if (alias != nullptr && alias->isWrite()) views.note(value);
     if (value.isTensor())
       value = views.to_cpu(value.toTensor());
     else if (value.isTensorList()) {
@@ -68,6 +70,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
   views.write_back();
+  for (const auto& own : views.written) note_write(here(views.device->index()), own.mutable_data());
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
     auto& value = (*stack)[i];
     if (value.isTensor())

@@ -47,14 +47,16 @@ OptionalTensor seen(Views& v, const OptionalTensor& t) {
 }
 
 /// PyTorch asks devices that it does not know for a convolution of their own: here it is the CPU's, oneDNN and all.
+/// Its results are contiguous, as PyTorch's fake tensors promise for such devices.
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
                        c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
                        c10::IntArrayRef output_padding, int64_t groups) {
   Views v;
   const auto i = v.to_cpu(input), w = v.to_cpu(weight);
   const auto b = seen(v, bias);
-  return v.to_sim(on_cpu(
-      v, [&] { return at::convolution(i, w, b, stride, padding, dilation, transposed, output_padding, groups); }));
+  return v.to_sim(on_cpu(v, [&] {
+    return at::convolution(i, w, b, stride, padding, dilation, transposed, output_padding, groups).contiguous();
+  }));
 }
 Three convolution_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
                            c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation,
@@ -63,7 +65,9 @@ Three convolution_backward(const at::Tensor& grad, const at::Tensor& input, cons
   const auto g = v.to_cpu(grad), i = v.to_cpu(input), w = v.to_cpu(weight);
   const std::vector<int64_t> bias{transposed ? weight.size(1) * groups : weight.size(0)};
   auto [a, b, c] = on_cpu(v, [&] {
-    return at::convolution_backward(g, i, w, bias, stride, padding, dilation, transposed, output_padding, groups, mask);
+    auto [x, y, z] =
+        at::convolution_backward(g, i, w, bias, stride, padding, dilation, transposed, output_padding, groups, mask);
+    return Three{mask[0] ? x.contiguous() : x, mask[1] ? y.contiguous() : y, z};
   });
   return {v.to_sim(a), v.to_sim(b), v.to_sim(c)};
 }
@@ -105,33 +109,39 @@ Four efficient_attention(const at::Tensor& q, const at::Tensor& k, const at::Ten
     return {views.to_sim(out), views.to_sim(lse), number(0), number(0)};
   }
   auto& generator = own_of(default_generator(q.device().index()));
-  const uint64_t seed = generator.seed_now >> 1, offset = generator.offset_now++;
-  auto [out, lse] = without_workspace(views, [&] {
+  const auto [seed, offset] = generator.hand_out(q.size(0) * q.size(1) * q.size(2) * k.size(2));
+  auto [out, lse] = without_workspace(views, [&, seed = seed, offset = offset] {
     const auto scores = scores_of(a, b, mask, causal, scale);
     const auto kept = kept_scores(scores.probabilities, seed, offset, dropout);
-    return std::make_pair(at::matmul(scores.probabilities * kept, c), scores.logsumexp);
+    const auto result = at::matmul(scores.probabilities * kept, c);
+    return std::make_pair(result.transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp);
   });
   return {views.to_sim(out), views.to_sim(lse), number(seed), number(offset)};
 }
 Four efficient_attention_backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                   const at::Tensor& bias, const at::Tensor& out, const at::Tensor& lse,
-                                  const at::Tensor& seed, const at::Tensor& offset, double dropout, std::array<bool, 4>,
-                                  bool causal, std::optional<double> scale) {
+                                  const at::Tensor& seed, const at::Tensor& offset, double dropout,
+                                  std::array<bool, 4> wanted, bool causal, std::optional<double> scale) {
   Views views;
   const auto g = views.to_cpu(grad), a = views.to_cpu(q), b = views.to_cpu(k), c = views.to_cpu(v);
   const auto o = views.to_cpu(out), l = views.to_cpu(lse), s = views.to_cpu(seed), f = views.to_cpu(offset);
   const auto mask = seen(views, bias);
-  auto [x, y, z] = on_cpu(views, [&]() -> Three {
-    if (dropout == 0.0)
+  if (dropout == 0.0 && !wanted[3]) {
+    auto [x, y, z] = on_cpu(views, [&] {
       return at::_scaled_dot_product_flash_attention_for_cpu_backward(g, a, b, c, o, l, 0.0, causal, mask, scale);
+    });
+    return {views.to_sim(x), views.to_sim(y), views.to_sim(z), at::Tensor()};
+  }
+  auto [x, y, z, w] = without_workspace(views, [&]() -> Four {
     const auto scores = scores_of(a, b, mask, causal, scale);
     const auto& p = scores.probabilities;
-    const auto kept = kept_scores(p, s.item<int64_t>(), f.item<int64_t>(), dropout);
+    const auto kept = dropout == 0.0 ? at::ones_like(p) : kept_scores(p, s.item<int64_t>(), f.item<int64_t>(), dropout);
     const auto dp = at::matmul(g, c.transpose(-2, -1)) * kept;
-    const auto ds = (dp - (dp * p).sum(-1, true)) * p * scores.scale;
-    return {at::matmul(ds, b), at::matmul(ds.transpose(-2, -1), a), at::matmul((p * kept).transpose(-2, -1), g)};
+    const auto ds = (dp - (dp * p).sum(-1, true)) * p;
+    return {at::matmul(ds, b) * scores.scale, at::matmul(ds.transpose(-2, -1), a) * scores.scale,
+            at::matmul((p * kept).transpose(-2, -1), g), wanted[3] ? ds : at::Tensor()};
   });
-  return {views.to_sim(x), views.to_sim(y), views.to_sim(z), at::Tensor()};
+  return {views.to_sim(x), views.to_sim(y), views.to_sim(z), views.to_sim(w)};
 }
 
 // The operator for devices that PyTorch does not know, over the same kernels.

@@ -46,6 +46,13 @@ struct SimGenerator final : c10::GeneratorImpl {
     inner.set_current_seed(mixed(seed_now, offset_now, count));
     offset_now += 4 * ((count + 1023) / 1024);
   }
+  /// The seed and the offset of a kernel that draws so many numbers by itself.
+  std::pair<uint64_t, uint64_t> hand_out(int64_t count) {
+    if (!counted) return {at::check_generator<at::CPUGeneratorImpl>(inner)->random64() >> 1, 0};
+    const auto before = offset_now;
+    offset_now += 4 * ((count + 1023) / 1024);
+    return {seed_now >> 1, before};
+  }
   void set_state(const c10::TensorImpl& s) override {
     if (!counted) return inner.unsafeGetGeneratorImpl()->set_state(s);
     const auto* words = static_cast<const uint64_t*>(s.data());

@@ -117,15 +117,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("fail_in", [](int i, int64_t n) { arena(i).fail_in = n; });
   m.def("allocations", [](int i) { return arena(i).allocations; });
   m.def("set_strict", [](bool on) { strict = on; });
-  m.def("set_asynchronous", [](bool on) { asynchronous = on; });
+  m.def("set_asynchronous", [](bool on) {
+    drain_all();
+    Locked l(queue_mutex);
+    writes.clear();
+    recorded.clear();
+    homes.clear();
+    streams.clear();
+    asynchronous = on;
+  });
   m.def("set_attention", [](int n) { attention = n; });
   m.def("set_counted", [](bool on) { counted = on; });
   m.def("set_cudnn_norm", [](bool on) { cudnn_norm = on; });
   m.def("counts", [] {
-    return std::map<std::string, int64_t>{{"calls", num_calls},          {"waits", num_waits},
-                                          {"copied", num_copied},        {"bytes_up", bytes_up},
-                                          {"bytes_down", bytes_down},    {"pinned", Pinned::live},
-                                          {"pinned_peak", Pinned::peak}, {"pending", pending().size()}};
+    return std::map<std::string, int64_t>{
+        {"calls", num_calls},          {"waits", num_waits},       {"copied", num_copied},
+        {"bytes_up", bytes_up},        {"bytes_down", bytes_down}, {"pinned", Pinned::live},
+        {"pinned_peak", Pinned::peak}, {"late", num_late},         {"races", num_races}};
   });
   m.def("manual_seed", [](int i, uint64_t s) { own_of(default_generator(i)).set_current_seed(s); });
   m.def("seed", [](int i) { return own_of(default_generator(i)).seed(); });

@@ -37,8 +37,19 @@ struct Views {
   std::unordered_map<c10::TensorImpl*, at::Tensor> original;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // (sim, cpu), to see what was resized.
   std::optional<Device> device, host_operand;
-  int64_t numel = 0;  // Of the first tensor of the device.
+  int64_t numel = 0;      // Of the first tensor of the device.
+  bool is_raced = false;  // Whether something is read that another stream may not have written yet.
 
+  std::vector<c10::Storage> written;  // Operands that the operator says it writes to.
+
+  void note(const c10::IValue& value) {
+    if (!asynchronous) return;
+    const auto tensors = value.isTensor()       ? std::vector<at::Tensor>{value.toTensor()}
+                         : value.isTensorList() ? value.toTensorVector()
+                                                : std::vector<at::Tensor>{};
+    for (const auto& t : tensors)
+      if (t.defined() && t.device().type() == kSim) written.push_back(t.storage());
+  }
   at::Tensor to_cpu(const at::Tensor& t) {
     if (!t.defined()) return t;
     if (t.device().type() != kSim) {
@@ -56,6 +67,8 @@ struct Views {
     auto* own = t.storage().unsafeGetStorageImpl();
     auto it = cpu_of.find(own);
     if (it == cpu_of.end()) {
+      if (asynchronous) drain(here(device->index()));
+      is_raced |= !is_ordered(here(device->index()), own->mutable_data());
       void* data = own->mutable_data();
       it = cpu_of.emplace(own, c10::Storage(storage_over({data, Device(c10::kCPU)}, own->nbytes(), &cpu_shim))).first;
       sim_of.emplace(it->second.unsafeGetStorageImpl(), t.storage());
@@ -86,6 +99,7 @@ struct Views {
                  .first;
       }
     }
+    note_write(here(device->index()), it->second.unsafeGetStorageImpl()->mutable_data());
     return tensor_over(it->second, c10::DispatchKey::PrivateUse1, t);
   }
   /// An operator may have given a result another size, and other memory.

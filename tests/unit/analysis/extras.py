@@ -250,6 +250,9 @@ def algebra() -> Iterator[tuple[Any, ...]]:
     yield aten.addmm.default, real(5), real(3, 4), real(4, 5)
     yield aten.bmm.default, real(4, 4, 4), real(4, 4, 4)
     yield aten._euclidean_dist.default, real(3, 4), real(5, 4)
+    first, second = (real(size, 16).to(torch.float8_e4m3fn) for size in (6, 32))
+    for scales in ((torch.tensor(0.5), torch.tensor(2.0)), (torch.rand(6, 1), torch.rand(1, 32))):
+        yield aten._scaled_mm.default, first, second.t(), *scales, None, None, torch.float32
 
 
 def losses() -> Iterator[tuple[Any, ...]]:

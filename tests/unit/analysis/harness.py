@@ -278,4 +278,5 @@ def finite(leaves: list[Any], want: torch.Tensor) -> Iterator[torch.Tensor]:
     """Tensors that set the scale of rounding errors."""
     for leaf in (*leaves, want):
         if isinstance(leaf, torch.Tensor) and leaf.numel() and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
-            yield leaf.nan_to_num(posinf=0.0, neginf=0.0)
+            wide = leaf.float() if leaf.dtype.itemsize == 1 else leaf  # Floats of one byte can hardly do anything.
+            yield wide.nan_to_num(posinf=0.0, neginf=0.0)

@@ -15,6 +15,7 @@ import torch
 
 from koila._torch import OpOverload, get_decompositions
 from koila.analysis.decompositions import attention, batch_norm, factories, losses, means
+from koila.ir.attention import OPERATORS
 
 __all__ = ["decompositions"]
 
@@ -39,6 +40,11 @@ _NORMS_OF_DEVICES: dict[OpOverload, Callable[..., Any]] = {
     aten.miopen_batch_norm_backward.default: batch_norm.cudnn_batch_norm_backward,
 }
 """They have no form that says what it writes, so that they are taken apart also where nothing is cut."""
+
+_ATTENTION: dict[OpOverload, Callable[..., Any]] = {
+    backward: attention.backward_with_mask(backward) for backward in OPERATORS.values()
+}
+"""Gradients of attention that dropped some of its weights; without dropout they keep their kernels."""
 
 _OWN: dict[OpOverload, Callable[..., Any]] = {
     aten.zeros_like.default: factories.filled_like(0),
@@ -68,6 +74,7 @@ _OWN: dict[OpOverload, Callable[..., Any]] = {
     aten._batch_norm_with_update_functional.default: batch_norm.batch_norm_with_update_functional,
     aten.batch_norm_backward.default: batch_norm.batch_norm_backward,
     **_NORMS_OF_DEVICES,
+    **_ATTENTION,
 }
 
 

@@ -1,16 +1,22 @@
 """The fused layers of transformers as the operators that they stand for: each of these can be cut along the batch.
 
 *Takes* the arguments of the fused operators that `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` call without
-gradients. *Gives* the same values from products, a softmax and norms. An unsplit run keeps the fused kernels.
+gradients, and of the gradients of attention with dropout on an accelerator. *Gives* the same values from products, a
+softmax and norms. An unsplit run keeps the fused kernels.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from koila._torch import OpOverload
+from koila.ir.attention import attended_backward
 
 
 def native_multi_head_attention(
@@ -67,3 +73,12 @@ def transformer_encoder_layer_fwd(
         return x + feed(norm(x, norm_weight_2, norm_bias_2))
     x = norm(src + attend(src), norm_weight_1, norm_bias_1)
     return norm(x + feed(x), norm_weight_2, norm_bias_2)
+
+
+def backward_with_mask(operator: OpOverload) -> Callable[..., Any]:
+    """The gradients of a device's attention, if its mask is known; see `koila.ir.attention`."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        return attended_backward(operator, args, kwargs)
+
+    return decomposed

@@ -1,12 +1,14 @@
 """Offload: values that wait in a file (on a CPU) or in the host's memory (on an accelerator), not in memory.
 
-*Takes* steps and plans. *Gives* what it costs to offload a value and fetch it, the steps that do so, and the plan whose
-kept values all lie in files.
+*Takes* steps and plans. *Gives* what it costs to offload a value and fetch it, the steps that do so, the plan whose
+kept values all lie in files, and the room that copies on their way may take.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 from koila.planning.devices import current_rules
@@ -52,3 +54,24 @@ def keep_in_files(plan: Plan) -> Plan:
     """The plan with everything that is kept between phases in files, or on the host."""
     kept = frozenset(item for phase in plan.phases for item in phase.kept)
     return replace(plan, offloaded=kept, fetches=current_rules().type != "cpu")
+
+
+def copying_bytes(plan: Plan, free_bytes: int) -> int:
+    """What copies between an accelerator and the host may hold: room for two of the largest, as far as it is free."""
+    rules = current_rules()
+    if rules.type == "cpu":
+        return 0
+    largest = max(_offloaded_sizes(plan), default=0)
+    return max(0, min(2 * (largest + rules.value_bytes + rules.slack_bytes(largest)), free_bytes)) if largest else 0
+
+
+def _offloaded_sizes(plan: Plan) -> Iterator[int]:
+    """The bytes of each value that a plan offloads at once: a chunk of what is kept, or a value inside of a chunk."""
+    for phase in plan.phases:
+        for sink in phase.sinks:
+            if sink.key in plan.offloaded:
+                yield ceil(sink.value_bytes * plan.chunk_size / max(1, plan.facts.num_samples))
+        for schedule in phase.loops.values():
+            offloads = (step for step in schedule.steps if step.kind is Kind.OFFLOAD)
+            storages = schedule.storages
+            yield from (storages.num_bytes[each] for step in offloads for each in storages.of[step.operands[0]])
