@@ -1,0 +1,348 @@
+"""Holding: which values live from one loop over the chunks to the next, and which are computed again.
+
+*Takes* values with their operands, seconds and bytes, loops with their targets, and a byte limit; no tensors. *Gives* a
+`Holding`: for each border between two loops, the values that are held across it.
+
+All that later loops need is held at first. While a loop does not fit, a value is let go from one use to the next: the
+one whose recomputation costs least for the bytes that it frees, priced by what is held at the moment. It may be held
+again afterwards, from the loop on that computes it again. In the end, whatever fits again is taken back, dearest first.
+
+What is held is cut into pieces: a loop frees each piece of what it reads for the last time while it makes the pieces of
+what it hands on, so that a loop needs the larger of the two, not both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+
+from koila.planning.effort import spend
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value of a chunk, for the whole batch."""
+
+    operands: tuple[int, ...] = ()
+    """The values of the same chunk that it is made from; all have smaller numbers."""
+    seconds: float = 0.0
+    """What it takes to compute it once."""
+    num_bytes: int = 0
+    """Bytes that it is made of; 0 for a view."""
+    can_be_held: bool = True
+    file_seconds: float | None = None
+    """What it takes to write it to a file and read it again; None: it cannot be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """One loop over the chunks."""
+
+    targets: tuple[int, ...]
+    """The values that it must compute."""
+    fixed_bytes: int = 0
+    """Bytes that are there while it runs, whatever is held: sums, gradients, gathered values."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What can be held, and how much of it."""
+
+    values: tuple[Value, ...]
+    loops: tuple[Loop, ...]
+    allowed_bytes: int
+    smallest_share: float = 0.0
+    """The share of the batch that the smallest chunk is."""
+    share: float = 0.1
+    """The share of the allowed bytes that the values of one chunk may take, where they need not take more."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What is held, and what follows from it."""
+
+    held: tuple[frozenset[int], ...]
+    """For each loop, the values that are held after it."""
+    filed: frozenset[int]
+    """Those of them that wait in files; they take no bytes."""
+    computed: tuple[frozenset[int], ...]
+    """For each loop, the values that it computes."""
+    seconds: float
+    """What all loops take, if all of the batch were one chunk."""
+    loads: tuple[int, ...]
+    """For each loop, the bytes that are there while it runs, whatever the size of its chunks."""
+    transients: tuple[int, ...]
+    """For each loop, the bytes of its values, if all of the batch were one chunk."""
+
+    def held_before(self, loop: int) -> frozenset[int]:
+        """The values that a loop finds held."""
+        return self.held[loop - 1] if loop else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """A value that is held from one use to the next: after the loops `first` to `last`, used by `last + 1`."""
+
+    value: int
+    first: int
+    last: int
+
+
+class _State:
+    """What is held while the search goes on."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.values, self.loops = problem, problem.values, problem.loops
+        count = len(problem.loops)
+        self.held: list[set[int]] = [set() for _ in range(count)]
+        self.filed: set[int] = set()
+        self.computed: list[set[int]] = [set() for _ in range(count)]
+        self.read: list[set[int]] = [set() for _ in range(count)]
+        self.seconds = [0.0] * count
+        self.version = [0] * count
+        """By loop, changes with what it computes."""
+        self._transients = [0] * count
+        self._parts = [(0, 0, 0)] * count
+        """By loop, the bytes of what is held through it, of what it reads for the last time, of what it hands on."""
+        self._prices: dict[tuple[_Stay, int], float] = {}
+        self._hold_all()
+
+    def _hold_all(self) -> None:
+        """Everything that a later loop reads is held from the loop on that computes it."""
+        made: dict[int, int] = {}
+        for number, loop in enumerate(self.loops):
+            cone, read = self._cone(loop.targets, made)
+            for value in read:
+                for border in range(made[value], number):
+                    self.held[border].add(value)
+            for value in cone:
+                if self.values[value].can_be_held:
+                    made.setdefault(value, number)
+        for number in range(len(self.loops)):
+            self.close(number)
+
+    def _cone(self, targets: Iterable[int], stop: Container[int]) -> tuple[set[int], set[int]]:
+        """What must be computed for some values, and what of `stop` is read for it."""
+        computed, read, pending = set[int](), set[int](), list(targets)
+        while pending:
+            value = pending.pop()
+            if value in stop:
+                read.add(value)
+            elif value not in computed:
+                computed.add(value)
+                pending += self.values[value].operands
+        return computed, read
+
+    # One loop.
+
+    def before(self, loop: int) -> set[int]:
+        """What a loop finds held."""
+        return self.held[loop - 1] if loop else set()
+
+    def close(self, loop: int) -> None:
+        """Find out again what a loop computes and reads."""
+        before = self.before(loop)
+        wanted = (*self.loops[loop].targets, *(self.held[loop] - before))
+        self.computed[loop], self.read[loop] = self._cone(wanted, before)
+        self.seconds[loop] = sum([self.values[value].seconds for value in self.computed[loop]])
+        self._transients[loop] = self._transient(loop)
+        self.version[loop] += 1
+
+    def _transient(self, loop: int) -> int:
+        """The most bytes alive of what a loop computes, for all of the batch at once."""
+        values, last = self.values, dict[int, int]()
+        order = sorted(self.computed[loop])
+        for value in order:
+            last[value] = value
+            for operand in values[value].operands:
+                last[operand] = value
+        ending: dict[int, int] = {}
+        for value in order:
+            ending[last[value]] = ending.get(last[value], 0) + values[value].num_bytes
+        now = most = 0
+        for value in order:
+            now += values[value].num_bytes
+            most = max(most, now)
+            now -= ending.get(value, 0)
+        return most
+
+    def _reserved(self, loop: int) -> int:
+        """The bytes that the values of one chunk may take."""
+        problem, transient = self.problem, self._transients[loop]
+        return int(max(transient * problem.smallest_share, min(transient, problem.share * problem.allowed_bytes)))
+
+    def weigh(self, loop: int) -> None:
+        """Add up again what is held around a loop."""
+        before, after = self.before(loop), self.held[loop]
+        both = sum([self._num_bytes(value) for value in before & after])
+        ending = sum([self._num_bytes(value) for value in before]) - both
+        making = sum([self._num_bytes(value) for value in after]) - both
+        self._parts[loop] = both, ending, making
+
+    def _num_bytes(self, value: int) -> int:
+        return 0 if value in self.filed else self.values[value].num_bytes
+
+    def load(self, loop: int) -> int:
+        """The bytes that are there while a loop runs, beside the values of a chunk."""
+        both, ending, making = self._parts[loop]
+        return self.loops[loop].fixed_bytes + both + max(ending, making)
+
+    def excess(self, loop: int) -> int:
+        """By how much a loop exceeds what is allowed."""
+        return self.load(loop) + self._reserved(loop) - self.problem.allowed_bytes
+
+    def saved(self, stay: _Stay, loop: int) -> int:
+        """The bytes by which a loop needs less without a stay."""
+        both, ending, making = self._parts[loop]
+        size, value = self._num_bytes(stay.value), stay.value
+        if stay.first < loop <= stay.last:
+            return size
+        if loop == stay.first:
+            is_through = value in self.before(loop)
+            ending, after = (ending + size, making) if is_through else (ending, making - size)
+            return both + max(self._parts[loop][1], making) - (both - size * is_through + max(ending, after))
+        is_through = value in self.held[loop]
+        before, making = (ending, making + size) if is_through else (ending - size, making)
+        return both + max(*self._parts[loop][1:]) - (both - size * is_through + max(before, making))
+
+    # Stays.
+
+    def stay(self, value: int, border: int) -> _Stay:
+        """The stay of a value that is held after loop `border`."""
+        first = border
+        while value not in self.read[first] and value not in self.computed[first]:
+            first -= 1
+        last = border
+        while value not in self.read[last + 1]:
+            last += 1
+        return _Stay(value, first, last)
+
+    def price(self, stay: _Stay) -> float:
+        """The seconds that it costs to compute a value again at the end of its stay."""
+        loop = stay.last + 1
+        key = stay, self.version[loop]
+        if key not in self._prices:
+            computed, stop = self.computed[loop], self.held[stay.last] - {stay.value}
+            cone, _ = self._cone([stay.value], stop)
+            self._prices[key] = sum([self.values[value].seconds for value in cone if value not in computed])
+        return self._prices[key]
+
+    def end(self, stay: _Stay) -> None:
+        """Let a value go for the time of a stay."""
+        for border in range(stay.first, stay.last + 1):
+            self.held[border].discard(stay.value)
+        self._follow(stay)
+
+    def take_back(self, stay: _Stay) -> None:
+        """Hold a value for the time of a stay."""
+        for border in range(stay.first, stay.last + 1):
+            self.held[border].add(stay.value)
+        self._follow(stay)
+
+    def _follow(self, stay: _Stay) -> None:
+        for loop in {stay.first, stay.last + 1}:
+            self.close(loop)
+        for loop in range(stay.first, stay.last + 2):
+            self.weigh(loop)
+
+    def prune(self) -> None:
+        """Let go of what nobody reads any more."""
+        for border in reversed(range(len(self.loops) - 1)):
+            unread = self.held[border] - self.held[border + 1] - self.read[border + 1]
+            if unread:
+                self.held[border] -= unread
+                self.close(border)
+        for loop in range(len(self.loops)):
+            self.close(loop)
+            self.weigh(loop)
+
+    @property
+    def total_seconds(self) -> float:
+        """What all loops take, and the files."""
+        return sum(self.seconds) + sum(self.values[value].file_seconds or 0.0 for value in self.filed)
+
+    def answer(self) -> Holding:
+        """What is held now."""
+        held, computed = tuple(map(frozenset, self.held)), tuple(map(frozenset, self.computed))
+        loads = tuple(map(self.load, range(len(self.loops))))
+        return Holding(held, frozenset(self.filed), computed, self.total_seconds, loads, tuple(self._transients))
+
+
+def _relief(state: _State, stay: _Stay, excess: Sequence[int]) -> int:
+    """By how many bytes all loops together come closer to what is allowed if a stay ends."""
+    loops = range(stay.first, stay.last + 2)
+    return sum([min(excess[loop], state.saved(stay, loop)) for loop in loops if excess[loop] > 0])
+
+
+def _let_go(state: _State) -> list[_Stay] | None:
+    """End stays until every loop fits; None if one never does."""
+    ended: list[_Stay] = []
+    count = len(state.loops)
+    for loop in range(count):
+        state.weigh(loop)
+    while True:
+        excess = [state.excess(loop) for loop in range(count)]
+        worst = max(range(count), key=excess.__getitem__)
+        if excess[worst] <= 0:
+            return ended
+        here = {state.stay(value, worst) for value in state.held[worst] if value not in state.filed}
+        if worst:
+            here |= {state.stay(value, worst - 1) for value in state.held[worst - 1] if value not in state.filed}
+        best, least = None, 0.0
+        for stay in sorted(here, key=lambda stay: (stay.value, stay.first)):
+            relief = _relief(state, stay, excess)
+            if relief <= 0:
+                continue
+            spend(0.02)
+            price, in_file = state.price(stay), state.values[stay.value].file_seconds
+            score = (min(price, in_file if in_file is not None else price) + 1e-9) / relief
+            if best is None or score < least:
+                best, least = stay, score
+        if best is None:
+            return None
+        in_file = state.values[best.value].file_seconds
+        if in_file is not None and in_file < state.price(best):
+            state.filed.add(best.value)
+            for loop in range(count):
+                state.weigh(loop)
+        else:
+            ended.append(best)
+            state.end(best)
+
+
+def _take_back(state: _State, ended: list[_Stay]) -> None:
+    """Hold again what fits, dearest first."""
+    changed = True
+    while changed and ended:
+        changed = False
+        prices = {stay: state.price(stay) / max(1, state.values[stay.value].num_bytes) for stay in ended}
+        for stay in sorted(ended, key=prices.__getitem__, reverse=True):
+            loops = range(stay.first, stay.last + 2)
+            before = state.total_seconds
+            state.take_back(stay)
+            if all(state.excess(loop) <= 0 for loop in loops) and state.total_seconds < before:
+                ended.remove(stay)
+                changed = True
+            else:
+                state.end(stay)
+            spend(0.2)
+        state.prune()
+
+
+def hold(problem: Problem) -> Holding | None:
+    """What to hold within the allowed bytes, as fast as this search finds it; None if even nothing is too much.
+
+    >>> heavy, light = Value(seconds=1.0, num_bytes=100), Value((0,), seconds=0.1, num_bytes=100)
+    >>> loops = Loop((1,)), Loop((2,)), Loop((3,))
+    >>> values = heavy, light, Value((1,), num_bytes=1), Value((0, 1), num_bytes=1)
+    >>> found = hold(Problem(values, loops, allowed_bytes=150, share=0.0))
+    >>> found is not None and [sorted(held) for held in found.held], found is not None and round(found.seconds, 6)
+    ([[0], [0], []], 1.3)
+    """
+    state = _State(problem)
+    ended = _let_go(state)
+    if ended is None:
+        return None
+    state.prune()
+    _take_back(state, ended)
+    return state.answer()
