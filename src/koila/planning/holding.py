@@ -13,7 +13,7 @@ what it hands on, so that a loop needs the larger of the two, not both.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from koila.planning.effort import spend
@@ -102,7 +102,7 @@ class _State:
         self.version = [0] * count
         """By loop, changes with what it computes."""
         self._transients = [0] * count
-        self._parts = [(0, 0, 0)] * count
+        self._parts = [[0, 0, 0] for _ in range(count)]
         """By loop, the bytes of what is held through it, of what it reads for the last time, of what it hands on."""
         self._prices: dict[tuple[_Stay, int], float] = {}
         self._hold_all()
@@ -171,13 +171,17 @@ class _State:
         problem, transient = self.problem, self._transients[loop]
         return int(max(transient * problem.smallest_share, min(transient, problem.share * problem.allowed_bytes)))
 
-    def weigh(self, loop: int) -> None:
-        """Add up again what is held around a loop."""
-        before, after = self.before(loop), self.held[loop]
-        both = sum([self._num_bytes(value) for value in before & after])
-        ending = sum([self._num_bytes(value) for value in before]) - both
-        making = sum([self._num_bytes(value) for value in after]) - both
-        self._parts[loop] = both, ending, making
+    def weigh(self) -> None:
+        """Add up again what is held around each loop."""
+        for loop, parts in enumerate(self._parts):
+            parts[:] = [0, 0, 0]
+            for value in self.before(loop) | self.held[loop]:
+                self._count(value, loop, 1)
+
+    def _count(self, value: int, loop: int, sign: int) -> None:
+        is_before, is_after = loop > 0 and value in self.held[loop - 1], value in self.held[loop]
+        if is_before or is_after:
+            self._parts[loop][0 if is_before and is_after else 1 if is_before else 2] += sign * self._num_bytes(value)
 
     def _num_bytes(self, value: int) -> int:
         return 0 if value in self.filed else self.values[value].num_bytes
@@ -192,18 +196,16 @@ class _State:
         return self.load(loop) + self._reserved(loop) - self.problem.allowed_bytes
 
     def saved(self, stay: _Stay, loop: int) -> int:
-        """The bytes by which a loop needs less without a stay."""
-        both, ending, making = self._parts[loop]
-        size, value = self._num_bytes(stay.value), stay.value
-        if stay.first < loop <= stay.last:
-            return size
+        """The bytes by which the first or the last loop of a stay needs less without it."""
+        _, ending, making = self._parts[loop]
+        value, size, there = stay.value, self._num_bytes(stay.value), max(ending, making)
         if loop == stay.first:
-            is_through = value in self.before(loop)
-            ending, after = (ending + size, making) if is_through else (ending, making - size)
-            return both + max(self._parts[loop][1], making) - (both - size * is_through + max(ending, after))
-        is_through = value in self.held[loop]
-        before, making = (ending, making + size) if is_through else (ending - size, making)
-        return both + max(*self._parts[loop][1:]) - (both - size * is_through + max(before, making))
+            if value in self.before(loop):
+                return size + there - max(ending + size, making)
+            return there - max(ending, making - size)
+        if value in self.held[loop]:
+            return size + there - max(ending, making + size)
+        return there - max(ending - size, making)
 
     # Stays.
 
@@ -229,21 +231,27 @@ class _State:
 
     def end(self, stay: _Stay) -> None:
         """Let a value go for the time of a stay."""
-        for border in range(stay.first, stay.last + 1):
-            self.held[border].discard(stay.value)
-        self._follow(stay)
+        self._change(stay, set.discard)
 
     def take_back(self, stay: _Stay) -> None:
         """Hold a value for the time of a stay."""
-        for border in range(stay.first, stay.last + 1):
-            self.held[border].add(stay.value)
-        self._follow(stay)
+        self._change(stay, set.add)
 
-    def _follow(self, stay: _Stay) -> None:
-        for loop in {stay.first, stay.last + 1}:
-            self.close(loop)
+    def _change(self, stay: _Stay, change: Callable[[set[int], int], None]) -> None:
         for loop in range(stay.first, stay.last + 2):
-            self.weigh(loop)
+            self._count(stay.value, loop, -1)
+        for border in range(stay.first, stay.last + 1):
+            change(self.held[border], stay.value)
+        for loop in range(stay.first, stay.last + 2):
+            self._count(stay.value, loop, 1)
+        self.close(stay.first)
+        self.close(stay.last + 1)
+
+    def put_in_file(self, value: int) -> None:
+        """Hold a value in a file, whenever it is held."""
+        for loop in range(len(self.loops)):
+            self._count(value, loop, -1)
+        self.filed.add(value)
 
     def prune(self) -> None:
         """Let go of what nobody reads any more."""
@@ -254,7 +262,7 @@ class _State:
                 self.close(border)
         for loop in range(len(self.loops)):
             self.close(loop)
-            self.weigh(loop)
+        self.weigh()
 
     @property
     def total_seconds(self) -> float:
@@ -268,23 +276,23 @@ class _State:
         return Holding(held, frozenset(self.filed), computed, self.total_seconds, loads, tuple(self._transients))
 
 
-def _relief(state: _State, stay: _Stay, excess: Sequence[int]) -> int:
-    """By how many bytes all loops together come closer to what is allowed if a stay ends."""
-    loops = range(stay.first, stay.last + 2)
-    return sum([min(excess[loop], state.saved(stay, loop)) for loop in loops if excess[loop] > 0])
+def _relief(state: _State, stay: _Stay, excess: dict[int, int]) -> int:
+    """By how many bytes all loops that exceed what is allowed come closer to it if a stay ends."""
+    first, last, size = stay.first, stay.last + 1, state.values[stay.value].num_bytes
+    within = sum([over if over < size else size for loop, over in excess.items() if first < loop < last])
+    return within + sum([min(excess[loop], state.saved(stay, loop)) for loop in (first, last) if loop in excess])
 
 
 def _let_go(state: _State) -> list[_Stay] | None:
     """End stays until every loop fits; None if one never does."""
     ended: list[_Stay] = []
     count = len(state.loops)
-    for loop in range(count):
-        state.weigh(loop)
+    state.weigh()
     while True:
-        excess = [state.excess(loop) for loop in range(count)]
-        worst = max(range(count), key=excess.__getitem__)
-        if excess[worst] <= 0:
+        excess = {loop: over for loop in range(count) if (over := state.excess(loop)) > 0}
+        if not excess:
             return ended
+        worst = max(excess, key=excess.__getitem__)
         here = {state.stay(value, worst) for value in state.held[worst] if value not in state.filed}
         if worst:
             here |= {state.stay(value, worst - 1) for value in state.held[worst - 1] if value not in state.filed}
@@ -302,9 +310,7 @@ def _let_go(state: _State) -> list[_Stay] | None:
             return None
         in_file = state.values[best.value].file_seconds
         if in_file is not None and in_file < state.price(best):
-            state.filed.add(best.value)
-            for loop in range(count):
-                state.weigh(loop)
+            state.put_in_file(best.value)
         else:
             ended.append(best)
             state.end(best)

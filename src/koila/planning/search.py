@@ -104,7 +104,7 @@ CHUNK_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 """The shares of a budget that the values of one chunk may take, beside what is kept between phases."""
 _TRIED = 2
 """Plans are made for so many of them."""
-_CORRECTED = 3
+_CORRECTED = 5
 """So many times what is kept is chosen anew because a plan needs more than was expected."""
 
 
@@ -326,11 +326,12 @@ class Search:
 
     def _held(self, allowed: int) -> Found | None:
         """The fastest plan that keeps what is worth its bytes: the most promising shares for a chunk are tried."""
+        beside = [0] * len(self.layout.stages)
         first = {share: self._keeping.hold(allowed, share) for share in CHUNK_SHARES}
         seconds = {share: self._expected(holding, allowed) for share, holding in first.items() if holding is not None}
         best: Found | None = None
         for share in sorted(seconds, key=seconds.__getitem__)[:_TRIED]:
-            found = self._held_with(allowed, share)
+            found = self._held_with(allowed, share, beside)
             if found is not None and (best is None or plan_seconds(found[0]) < plan_seconds(best[0])):
                 best = found
         return best
@@ -343,9 +344,8 @@ class Search:
             calls += len(computed) / share
         return holding.seconds + calls * current_rules().call_seconds
 
-    def _held_with(self, allowed: int, share: float) -> Found | None:
-        """A plan with so much for the values of a chunk; what it needs beyond what was expected is learned."""
-        beside = [0] * len(self.layout.stages)
+    def _held_with(self, allowed: int, share: float, beside: list[int]) -> Found | None:
+        """A plan with so much for the values of a chunk; what phases need `beside` what was expected is learned."""
         for _ in range(_CORRECTED):
             holding = self._keeping.hold(allowed, share, beside)
             if holding is None or self._is_long(holding):
