@@ -8,13 +8,14 @@ one whose recomputation costs least for the bytes that it frees, priced by what 
 again afterwards, from the loop on that computes it again. In the end, whatever fits again is taken back, dearest first.
 
 What is held is cut into pieces: a loop frees each piece of what it reads for the last time while it makes the pieces of
-what it hands on, so that a loop needs the larger of the two, not both.
+what it hands on. So a loop needs what it finds held or what it leaves, whichever is more, and not both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from koila.planning.effort import spend
 
@@ -102,8 +103,8 @@ class _State:
         self.version = [0] * count
         """By loop, changes with what it computes."""
         self._transients = [0] * count
-        self._parts = [[0, 0, 0] for _ in range(count)]
-        """By loop, the bytes of what is held through it, of what it reads for the last time, of what it hands on."""
+        self._weights = [0] * count
+        """For each loop, the bytes of what is held after it."""
         self._prices: dict[tuple[_Stay, int], float] = {}
         self._hold_all()
 
@@ -171,57 +172,42 @@ class _State:
         problem, transient = self.problem, self._transients[loop]
         return int(max(transient * problem.smallest_share, min(transient, problem.share * problem.allowed_bytes)))
 
-    def weigh(self) -> None:
-        """Add up again what is held around each loop."""
-        for loop, parts in enumerate(self._parts):
-            parts[:] = [0, 0, 0]
-            for value in self.before(loop) | self.held[loop]:
-                self._count(value, loop, 1)
-
-    def _count(self, value: int, loop: int, sign: int) -> None:
-        is_before, is_after = loop > 0 and value in self.held[loop - 1], value in self.held[loop]
-        if is_before or is_after:
-            self._parts[loop][0 if is_before and is_after else 1 if is_before else 2] += sign * self._num_bytes(value)
-
     def _num_bytes(self, value: int) -> int:
         return 0 if value in self.filed else self.values[value].num_bytes
 
     def load(self, loop: int) -> int:
         """The bytes that are there while a loop runs, beside the values of a chunk."""
-        both, ending, making = self._parts[loop]
-        return self.loops[loop].fixed_bytes + both + max(ending, making)
+        found = self._weights[loop - 1] if loop else 0
+        return self.loops[loop].fixed_bytes + max(found, self._weights[loop])
 
-    def excess(self, loop: int) -> int:
-        """By how much a loop exceeds what is allowed."""
-        return self.load(loop) + self._reserved(loop) - self.problem.allowed_bytes
+    def fits(self, loop: int) -> bool:
+        """Whether a loop needs no more than is allowed."""
+        return self.load(loop) + self._reserved(loop) <= self.problem.allowed_bytes
 
-    def saved(self, stay: _Stay, loop: int) -> int:
-        """The bytes by which the first or the last loop of a stay needs less without it."""
-        _, ending, making = self._parts[loop]
-        value, size, there = stay.value, self._num_bytes(stay.value), max(ending, making)
-        if loop == stay.first:
-            if value in self.before(loop):
-                return size + there - max(ending + size, making)
-            return there - max(ending, making - size)
-        if value in self.held[loop]:
-            return size + there - max(ending, making + size)
-        return there - max(ending - size, making)
+    def excess(self) -> dict[int, int]:
+        """By the loops after which too much is held, by how many bytes: for themselves, or for those that follow."""
+        fixed = [loop.fixed_bytes + self._reserved(number) for number, loop in enumerate(self.loops)]
+        following = [*fixed[1:], 0]
+        needed = map(sum, zip(self._weights, map(max, fixed, following), strict=True))
+        allowed = self.problem.allowed_bytes
+        return {loop: there - allowed for loop, there in enumerate(needed) if there > allowed}
 
     # Stays.
 
     def stay(self, value: int, border: int) -> _Stay:
         """The stay of a value that is held after loop `border`."""
-        first = border
-        while value not in self.read[first] and value not in self.computed[first]:
+        first = last = border
+        while first and value in self.held[first - 1] and value not in self.read[first]:
             first -= 1
-        last = border
-        while value not in self.read[last + 1]:
+        while value in self.held[last + 1] and value not in self.read[last + 1]:
             last += 1
         return _Stay(value, first, last)
 
     def price(self, stay: _Stay) -> float:
         """The seconds that it costs to compute a value again at the end of its stay."""
         loop = stay.last + 1
+        if stay.value in self.held[stay.last] and stay.value not in self.read[loop]:
+            return 0.0  # Nobody reads it any more.
         key = stay, self.version[loop]
         if key not in self._prices:
             computed, stop = self.computed[loop], self.held[stay.last] - {stay.value}
@@ -238,20 +224,24 @@ class _State:
         self._change(stay, set.add)
 
     def _change(self, stay: _Stay, change: Callable[[set[int], int], None]) -> None:
-        for loop in range(stay.first, stay.last + 2):
-            self._count(stay.value, loop, -1)
+        size = self._num_bytes(stay.value)
         for border in range(stay.first, stay.last + 1):
+            before = len(self.held[border])
             change(self.held[border], stay.value)
-        for loop in range(stay.first, stay.last + 2):
-            self._count(stay.value, loop, 1)
+            self._weights[border] += (len(self.held[border]) - before) * size
         self.close(stay.first)
         self.close(stay.last + 1)
 
     def put_in_file(self, value: int) -> None:
         """Hold a value in a file, whenever it is held."""
-        for loop in range(len(self.loops)):
-            self._count(value, loop, -1)
+        size = self._num_bytes(value)
+        for border, held in enumerate(self.held):
+            self._weights[border] -= size if value in held else 0
         self.filed.add(value)
+
+    def weigh(self) -> None:
+        """Add up again what is held after each loop."""
+        self._weights = [sum([self._num_bytes(value) for value in held]) for held in self.held]
 
     def prune(self) -> None:
         """Let go of what nobody reads any more."""
@@ -276,36 +266,12 @@ class _State:
         return Holding(held, frozenset(self.filed), computed, self.total_seconds, loads, tuple(self._transients))
 
 
-def _relief(state: _State, stay: _Stay, excess: dict[int, int]) -> int:
-    """By how many bytes all loops that exceed what is allowed come closer to it if a stay ends."""
-    first, last, size = stay.first, stay.last + 1, state.values[stay.value].num_bytes
-    within = sum([over if over < size else size for loop, over in excess.items() if first < loop < last])
-    return within + sum([min(excess[loop], state.saved(stay, loop)) for loop in (first, last) if loop in excess])
-
-
 def _let_go(state: _State) -> list[_Stay] | None:
     """End stays until every loop fits; None if one never does."""
     ended: list[_Stay] = []
-    count = len(state.loops)
     state.weigh()
-    while True:
-        excess = {loop: over for loop in range(count) if (over := state.excess(loop)) > 0}
-        if not excess:
-            return ended
-        worst = max(excess, key=excess.__getitem__)
-        here = {state.stay(value, worst) for value in state.held[worst] if value not in state.filed}
-        if worst:
-            here |= {state.stay(value, worst - 1) for value in state.held[worst - 1] if value not in state.filed}
-        best, least = None, 0.0
-        for stay in sorted(here, key=lambda stay: (stay.value, stay.first)):
-            relief = _relief(state, stay, excess)
-            if relief <= 0:
-                continue
-            spend(0.02)
-            price, in_file = state.price(stay), state.values[stay.value].file_seconds
-            score = (min(price, in_file if in_file is not None else price) + 1e-9) / relief
-            if best is None or score < least:
-                best, least = stay, score
+    while excess := state.excess():
+        best = _cheapest(state, excess)
         if best is None:
             return None
         in_file = state.values[best.value].file_seconds
@@ -314,6 +280,22 @@ def _let_go(state: _State) -> list[_Stay] | None:
         else:
             ended.append(best)
             state.end(best)
+    return ended
+
+
+def _cheapest(state: _State, excess: dict[int, int]) -> _Stay | None:
+    """The stay whose end costs least for the bytes by which all borders come closer to what is allowed."""
+    worst = max(excess, key=excess.__getitem__)
+    best, least = None, inf
+    for value in sorted(state.held[worst] - state.filed):
+        stay, size = state.stay(value, worst), state.values[value].num_bytes
+        freed = sum([min(over, size) for border, over in excess.items() if stay.first <= border <= stay.last])
+        spend(_EFFORT)
+        price, in_file = state.price(stay), state.values[value].file_seconds
+        score = (price if in_file is None else min(price, in_file)) / freed
+        if score < least:
+            best, least = stay, score
+    return best
 
 
 def _take_back(state: _State, ended: list[_Stay]) -> None:
@@ -323,16 +305,20 @@ def _take_back(state: _State, ended: list[_Stay]) -> None:
         changed = False
         prices = {stay: state.price(stay) / max(1, state.values[stay.value].num_bytes) for stay in ended}
         for stay in sorted(ended, key=prices.__getitem__, reverse=True):
-            loops = range(stay.first, stay.last + 2)
+            spend(_EFFORT)
             before = state.total_seconds
             state.take_back(stay)
-            if all(state.excess(loop) <= 0 for loop in loops) and state.total_seconds < before:
+            loops = range(stay.first, stay.last + 2)
+            if all(map(state.fits, loops)) and state.total_seconds < before:
                 ended.remove(stay)
                 changed = True
             else:
                 state.end(stay)
-            spend(0.2)
         state.prune()
+
+
+_EFFORT = 0.05
+"""What it takes to look at a stay, measured by what it takes to build a step of a schedule."""
 
 
 def hold(problem: Problem) -> Holding | None:

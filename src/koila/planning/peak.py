@@ -150,6 +150,8 @@ class Projection:
     """The section of the plan with the peak."""
     resident: tuple[int, ...] = ()
     """For each section, the bytes that are there beside what its schedule makes."""
+    peaks: tuple[int, ...] = ()
+    """For each section, the most bytes that are there while it runs."""
     kinds: tuple[tuple[str, int], ...] = ()
     """What stands at the peak: (kind, bytes), together `peak_bytes`."""
     recorded: int | None = None
@@ -220,6 +222,7 @@ class Projector:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.here, self.resident = plan, _Residents(), list[int]()
         self.best = Projection(0, "nothing")
+        self.peaks = [0] * (2 * len(plan.phases) + 1)
         self.result_kinds = plan.result_kinds
         self.pieces: dict[Hashable, list[tuple[int, int]]] = {}
         """By value that is held in pieces, for each piece the sample after its last, and its bytes."""
@@ -231,7 +234,7 @@ class Projector:
             self._section(phase.before, 2 * number)
             self._loop(phase, 2 * number + 1)
         self._section(self.plan.after, 2 * len(self.plan.phases))
-        return replace(self.best, resident=tuple(self.resident))
+        return replace(self.best, resident=tuple(self.resident), peaks=tuple(self.peaks))
 
     def _section(self, schedule: Schedule, section: int) -> None:
         # What the section reads for the last time is alive until then.
@@ -283,6 +286,7 @@ class Projector:
     ) -> None:
         """One schedule of the plan, `base` bytes beside it; each is looked at in the order in which it first runs."""
         peak = peak_of(schedule, is_first)
+        self.peaks[section] = max(self.peaks[section], base + peak.num_bytes)
         if base + peak.num_bytes <= self.best.peak_bytes:
             return
         kinds = self.beside(merging, pieces)

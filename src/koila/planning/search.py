@@ -355,7 +355,7 @@ class Search:
             found = largest_fitting(needs, allowed, self._nested, made) or self._fit(made.last[0], allowed)
             if found is not None:
                 return found
-            for number, excess in enumerate(_excess(*made.last, allowed)):
+            for number, excess in enumerate(_excess(made.last[1], allowed)):
                 beside[number] += excess
         return None
 
@@ -475,10 +475,10 @@ class _Made:
         return self.last
 
 
-def _excess(plan: Plan, projection: Projection, allowed: int) -> list[int]:
-    """By phase, by how many bytes a plan exceeds what is allowed."""
-    needed = [max(peak_alone(loop).num_bytes for loop in phase.loops.values()) for phase in plan.phases]
-    return [max(0, there + peak - allowed) for there, peak in zip(projection.resident[1::2], needed, strict=False)]
+def _excess(projection: Projection, allowed: int) -> list[int]:
+    """By phase, by how many bytes a plan exceeds what is allowed, before its loop or in it."""
+    peaks = zip(projection.peaks[::2], projection.peaks[1::2], strict=False)
+    return [max(0, before - allowed, within - allowed) for before, within in peaks]
 
 
 _EXACT = 0.02

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from koila.planning.peak import Projection, peak_alone
-from koila.planning.plan import Phase, Plan
+from koila.planning.peak import Projection
+from koila.planning.plan import Plan
 
 Found = tuple[Plan, Projection]
 _ROUNDS = 4
@@ -56,9 +56,9 @@ def largest_fitting(
         plan, projection = make([sizes[place] for place in chosen])
         if projection.peak_bytes <= allowed and (found is None or plan.seconds < found[0].seconds):
             found = plan, projection
-        for number, phase in enumerate(plan.phases):
-            room = allowed - projection.resident[2 * number + 1]
-            place = _corrected(phase, chosen[number], room, sizes)
+        for number in range(len(needs)):
+            there = projection.resident[2 * number + 1]
+            place = _corrected(chosen[number], projection.peaks[2 * number + 1] - there, allowed - there, sizes)
             shrunk[number] = shrunk[number] or place > chosen[number]
             chosen[number] = place if place > chosen[number] or not shrunk[number] else chosen[number]
     return found
@@ -69,9 +69,8 @@ def _guess(need: Need, allowed: int, sizes: Sequence[int]) -> int:
     return next((place for place, size in enumerate(sizes) if size <= most), len(sizes) - 1)
 
 
-def _corrected(phase: Phase, place: int, room: int, sizes: Sequence[int]) -> int:
+def _corrected(place: int, needed: int, room: int, sizes: Sequence[int]) -> int:
     """The place of the size with which a phase would fit into some room, if its bytes grow with the size."""
-    needed = max(peak_alone(loop).num_bytes for loop in phase.loops.values())
     most = sizes[place] * room / max(1, needed)
     if needed > room:
         return next((lower for lower in range(place + 1, len(sizes)) if sizes[lower] <= most), len(sizes) - 1)
