@@ -5,7 +5,8 @@
 
 All that later loops need is held at first. While a loop does not fit, a value is let go from one use to the next: the
 one whose recomputation costs least for the bytes that it frees, priced by what is held at the moment. It may be held
-again afterwards, from the loop on that computes it again. In the end, whatever fits again is taken back, dearest first.
+again afterwards, from the loop on that computes it again. Then whatever fits is taken back, dearest first, and a few
+other choices are tried at random, from a fixed seed.
 
 What is held is cut into pieces: a loop frees each piece of what it reads for the last time while it makes the pieces of
 what it hands on. So a loop needs what it finds held or what it leaves, whichever is more, and not both.
@@ -14,8 +15,10 @@ what it hands on. So a loop needs what it finds held or what it leaves, whicheve
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from copy import copy
 from dataclasses import dataclass
 from math import inf
+from random import Random
 
 from koila.planning.effort import spend
 
@@ -148,6 +151,7 @@ class _State:
         self.seconds[loop] = sum([self.values[value].seconds for value in self.computed[loop]])
         self._transients[loop] = self._transient(loop)
         self.version[loop] += 1
+        spend(_LOOK * len(self.computed[loop]))
 
     def _transient(self, loop: int) -> int:
         """The most bytes alive of what a loop computes, for all of the batch at once."""
@@ -212,7 +216,8 @@ class _State:
         if key not in self._prices:
             computed, stop = self.computed[loop], self.held[stay.last] - {stay.value}
             cone, _ = self._cone([stay.value], stop)
-            self._prices[key] = sum([self.values[value].seconds for value in cone if value not in computed])
+            fresh = cone if stay.value in computed else cone - computed
+            self._prices[key] = sum([self.values[value].seconds for value in fresh])
         return self._prices[key]
 
     def end(self, stay: _Stay) -> None:
@@ -231,6 +236,46 @@ class _State:
             self._weights[border] += (len(self.held[border]) - before) * size
         self.close(stay.first)
         self.close(stay.last + 1)
+
+    def improves(self, stay: _Stay) -> bool:
+        """Hold a value for the time of a stay if that fits and saves time; whether it does."""
+        if not self._has_room(stay):
+            return False
+        before = self.total_seconds
+        self.take_back(stay)
+        is_faster = self.total_seconds < before * (1 - _NOTHING)
+        if is_faster and all(map(self.fits, range(stay.first, stay.last + 2))):
+            return True
+        self.end(stay)
+        return False
+
+    def _has_room(self, stay: _Stay) -> bool:
+        """Whether a value fits for the time of a stay, as far as the loop goes by that will read it."""
+        size, allowed = self._num_bytes(stay.value), self.problem.allowed_bytes
+        fixed = [self.loops[loop].fixed_bytes + self._reserved(loop) for loop in range(stay.first, stay.last + 1)]
+        weights = self._weights[stay.first : stay.last + 1]
+        following = [*fixed[1:], self.loops[stay.last + 1].fixed_bytes]
+        return all(held + max(pair) + size <= allowed for held, *pair in zip(weights, fixed, following, strict=True))
+
+    def repeats(self) -> list[_Stay]:
+        """The stays that would save computing a value again: from its last use to the loop that computes it anew."""
+        found, last = list[_Stay](), dict[int, int]()
+        for loop, computed in enumerate(self.computed):
+            for value in computed:
+                if value in last and self.values[value].can_be_held:
+                    found.append(_Stay(value, last[value], loop - 1))
+            last.update(dict.fromkeys(computed, loop))
+            last.update(dict.fromkeys(self.read[loop], loop))
+        return sorted(found, key=lambda stay: (stay.value, stay.first))
+
+    def copy(self) -> _State:
+        """The same state, to be changed."""
+        other = copy(self)
+        other.held, other.filed = [set(held) for held in self.held], set(self.filed)
+        for name in ("computed", "read", "seconds", "version", "_transients", "_weights"):
+            setattr(other, name, list(getattr(self, name)))
+        other._prices = {}
+        return other
 
     def put_in_file(self, value: int) -> None:
         """Hold a value in a file, whenever it is held."""
@@ -266,21 +311,19 @@ class _State:
         return Holding(held, frozenset(self.filed), computed, self.total_seconds, loads, tuple(self._transients))
 
 
-def _let_go(state: _State) -> list[_Stay] | None:
-    """End stays until every loop fits; None if one never does."""
-    ended: list[_Stay] = []
+def _let_go(state: _State) -> bool:
+    """End stays until every loop fits; whether that was possible."""
     state.weigh()
     while excess := state.excess():
         best = _cheapest(state, excess)
         if best is None:
-            return None
+            return False
         in_file = state.values[best.value].file_seconds
         if in_file is not None and in_file < state.price(best):
             state.put_in_file(best.value)
         else:
-            ended.append(best)
             state.end(best)
-    return ended
+    return True
 
 
 def _cheapest(state: _State, excess: dict[int, int]) -> _Stay | None:
@@ -290,7 +333,7 @@ def _cheapest(state: _State, excess: dict[int, int]) -> _Stay | None:
     for value in sorted(state.held[worst] - state.filed):
         stay, size = state.stay(value, worst), state.values[value].num_bytes
         freed = sum([min(over, size) for border, over in excess.items() if stay.first <= border <= stay.last])
-        spend(_EFFORT)
+        spend(_LOOK)
         price, in_file = state.price(stay), state.values[value].file_seconds
         score = (price if in_file is None else min(price, in_file)) / freed
         if score < least:
@@ -298,31 +341,54 @@ def _cheapest(state: _State, excess: dict[int, int]) -> _Stay | None:
     return best
 
 
-def _take_back(state: _State, ended: list[_Stay]) -> None:
-    """Hold again what fits, dearest first."""
+def _take_back(state: _State, rng: Random | None = None) -> None:
+    """Hold what fits of all that is computed again, dearest first, or in an order that chance has a part in."""
     changed = True
-    while changed and ended:
+    while changed:
         changed = False
-        prices = {stay: state.price(stay) / max(1, state.values[stay.value].num_bytes) for stay in ended}
-        for stay in sorted(ended, key=prices.__getitem__, reverse=True):
-            spend(_EFFORT)
-            before = state.total_seconds
-            state.take_back(stay)
-            loops = range(stay.first, stay.last + 2)
-            if all(map(state.fits, loops)) and state.total_seconds < before:
-                ended.remove(stay)
-                changed = True
-            else:
-                state.end(stay)
+        stays = state.repeats()
+        luck = [rng.uniform(0.2, 1.0) if rng else 1.0 for _ in stays]
+        sizes = [max(1, state.values[stay.value].num_bytes) for stay in stays]
+        rows = zip(stays, sizes, luck, strict=True)
+        prices = {stay: share * state.price(stay) / size for stay, size, share in rows}
+        for stay in sorted(stays, key=prices.__getitem__, reverse=True):
+            spend(_LOOK)
+            changed = state.improves(stay) or changed
         state.prune()
+        changed = changed and rng is None
 
 
-_EFFORT = 0.05
-"""What it takes to look at a stay, measured by what it takes to build a step of a schedule."""
+def _improve(state: _State) -> _State:
+    """Let some values go and fill the room anew, again and again; what is faster stays."""
+    rng = Random(len(state.values))
+    for _ in range(min(_MOST_TRIES, _TRIES // len(state.values) + 1)):
+        other = state.copy()
+        border = rng.randrange(max(1, len(state.loops) - 1))
+        held = sorted(other.held[border] - other.filed)
+        for value in rng.sample(held, min(len(held), rng.randint(1, 4))):
+            other.end(other.stay(value, border))
+        if other.excess():
+            continue  # What is computed instead does not fit.
+        _take_back(other, rng)
+        if other.total_seconds < state.total_seconds * (1 - _NOTHING):
+            state = other
+    return state
 
 
-def hold(problem: Problem) -> Holding | None:
+_TRIES, _MOST_TRIES = 3_000, 80
+"""How often that is tried, for each value of a program, and at the most."""
+_NOTHING = 1e-9
+"""A difference of seconds that comes from rounding."""
+_LOOK = 0.05
+"""What it takes to look at a value, measured by what it takes to build a step of a schedule."""
+
+
+def hold(problem: Problem, thorough: bool = True) -> Holding | None:
     """What to hold within the allowed bytes, as fast as this search finds it; None if even nothing is too much.
+
+    Args:
+        problem: What can be held.
+        thorough: Whether to try other choices at random; it takes several times as long.
 
     >>> heavy, light = Value(seconds=1.0, num_bytes=100), Value((0,), seconds=0.1, num_bytes=100)
     >>> loops = Loop((1,)), Loop((2,)), Loop((3,))
@@ -332,9 +398,8 @@ def hold(problem: Problem) -> Holding | None:
     ([[0], [0], []], 1.3)
     """
     state = _State(problem)
-    ended = _let_go(state)
-    if ended is None:
+    if not _let_go(state):
         return None
     state.prune()
-    _take_back(state, ended)
-    return state.answer()
+    _take_back(state)
+    return (_improve(state) if thorough else state).answer()

@@ -25,8 +25,8 @@ from koila.planning.phases import Layout, hold_layout
 class Keeping:
     """What can be kept between the phases of a program."""
 
-    def __init__(self, layout: Layout, with_files: bool) -> None:
-        self.layout, self.facts = layout, layout.facts
+    def __init__(self, layout: Layout, smallest_chunk: int, with_files: bool) -> None:
+        self.layout, self.facts, self.smallest_chunk = layout, layout.facts, smallest_chunk
         self.with_files = with_files and current_rules().type == "cpu"
         order = {node: place for place, node in enumerate(self.facts.joint.module.graph.nodes)}
         chunked = [item for item in self.facts.items if item.per_chunk]
@@ -60,7 +60,7 @@ class Keeping:
             now -= sum(state_bytes(item) for item in layout.frees[2 * number + 1] if item in targets)
         return found
 
-    def hold(self, allowed: int, share: float, beside: Sequence[int] = ()) -> Holding | None:
+    def hold(self, allowed: int, share: float, beside: Sequence[int] = (), thorough: bool = False) -> Holding | None:
         """What to hold within so many bytes; `beside` are those that each phase needs more than is known here."""
         spend(len(self.items) / 4)
         more = beside or [0] * len(self.fixed_bytes)
@@ -68,8 +68,8 @@ class Keeping:
         loops = tuple(
             Loop(tuple(self.numbers[item] for item in stage.targets), fixed + further) for stage, fixed, further in rows
         )
-        smallest = self.facts.granule / max(1, self.facts.num_samples)
-        return hold(Problem(self.values, loops, allowed, smallest, share))
+        smallest = self.smallest_chunk / max(1, self.facts.num_samples)
+        return hold(Problem(self.values, loops, allowed, smallest, share), thorough)
 
     def layout_of(self, holding: Holding) -> Layout:
         """The layout that holds this."""

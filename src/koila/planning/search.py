@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from koila import events
 from koila._bytes import format_bytes
@@ -100,11 +100,11 @@ def fit(plan: Plan, allowed: int, levers: frozenset[str] = LEVERS) -> Found | No
 
 ALL = LEVERS | {"chunk", "keep"}
 """The levers that need no file."""
-CHUNK_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
+CHUNK_SHARES = (0.02, 0.05, 0.12, 0.3)
 """The shares of a budget that the values of one chunk may take, beside what is kept between phases."""
 _TRIED = 2
 """Plans are made for so many of them."""
-_CORRECTED = 5
+_CORRECTED = 4
 """So many times what is kept is chosen anew because a plan needs more than was expected."""
 
 
@@ -122,8 +122,10 @@ def kept_bytes(layout: Layout, streamed: bool = False) -> int:
 
 _FEW = 600
 """Programs of few nodes may take a little longer for each of them."""
-_FIND, _FIT, _SMALLEST = 12, 6, 10
+_FIND, _FIT, _SMALLEST = 16, 6, 12
 """Steps for each node of a program that a search, one plan in it, and the search for the smallest plan may do."""
+_ALIKE = 1.1
+"""Plans whose expected seconds differ less may take the same time."""
 _AGAIN = 6
 """How many times the items of a program a plan may compute."""
 
@@ -209,7 +211,7 @@ class Search:
         if recipe.is_uncut:
             return self._shrunk(allowed)
         if recipe.level > 0:
-            return self._held(allowed)
+            return next(self._held(allowed), None) if self._can_hold else None
         if recipe.level not in self._levels:
             return None
         place = next((n for n, size in enumerate(self.sizes) if size <= recipe.chunk_size), len(self.sizes) - 1)
@@ -238,12 +240,13 @@ class Search:
         return self._by_eager_kernels(best[0], allowed) if best else None
 
     def _by_eager_kernels(self, found: Found, allowed: int) -> Found:
-        """A plan that leaves the program uncut keeps eager's kernels, if they fit, too: its numbers are eager's."""
+        """A plan that leaves the program uncut keeps eager's kernels, if that fits and takes no longer to speak of."""
         facts = None if found[0].facts is self.facts else self.whole_facts()
         if facts is None:
             return found
         plan = make_plan(make_layout(facts), facts.num_samples)
-        return self._fit(plan, allowed, levers=self.levers - {"region"}) or found
+        same = self._fit(plan, allowed, levers=self.levers - {"region"})
+        return found if same is None or plan_seconds(same[0]) > _ALIKE * plan_seconds(found[0]) else same
 
     @cached_property
     def _uncut(self) -> Plan | None:
@@ -288,8 +291,7 @@ class Search:
         if shrunk is not None:
             best = plan_seconds(shrunk[0])
             yield shrunk
-        held = self._held(allowed) if self._can_hold else None
-        if held is not None:
+        for held in self._held(allowed) if self._can_hold else ():
             best = min(best, plan_seconds(held[0]))
             yield held
         for level in self._levels:
@@ -317,24 +319,29 @@ class Search:
 
     @cached_property
     def _keeping(self) -> Keeping:
-        return Keeping(self.layout, "offload" in self.levers)
+        return Keeping(self.layout, self._nested[-1], "offload" in self.levers)
 
     @cached_property
     def _can_hold(self) -> bool:
         """Whether phases have something to keep for each other."""
         return "keep" in self.levers and len(self.layout.stages) > 1
 
-    def _held(self, allowed: int) -> Found | None:
-        """The fastest plan that keeps what is worth its bytes: the most promising shares for a chunk are tried."""
+    def _held(self, allowed: int) -> Iterator[Found]:
+        """Plans that keep what is worth its bytes, with the most promising shares for a chunk."""
         beside = [0] * len(self.layout.stages)
-        first = {share: self._keeping.hold(allowed, share) for share in CHUNK_SHARES}
+        first = {share: attempt(self.num_nodes, partial(self._keeping.hold, allowed, share)) for share in CHUNK_SHARES}
         seconds = {share: self._expected(holding, allowed) for share, holding in first.items() if holding is not None}
-        best: Found | None = None
+        found: dict[float, float] = {}
         for share in sorted(seconds, key=seconds.__getitem__)[:_TRIED]:
-            found = self._held_with(allowed, share, beside)
-            if found is not None and (best is None or plan_seconds(found[0]) < plan_seconds(best[0])):
-                best = found
-        return best
+            plan = self._held_with(allowed, share, beside)
+            if plan is not None:
+                yield plan
+                found[share] = plan_seconds(plan[0])
+        if found:
+            hold = partial(self._keeping.hold, allowed, min(found, key=found.__getitem__), beside, thorough=True)
+            holding = attempt(_FIT / 3 * self.num_nodes, hold)
+            better = None if holding is None else self._sized(holding, allowed)[0]
+            yield from [] if better is None else [better]
 
     def _expected(self, holding: Holding, allowed: int) -> float:
         """About how long a plan that holds this takes, the calls of all its chunks included."""
@@ -346,18 +353,25 @@ class Search:
 
     def _held_with(self, allowed: int, share: float, beside: list[int]) -> Found | None:
         """A plan with so much for the values of a chunk; what phases need `beside` what was expected is learned."""
+        before: Holding | None = None
         for _ in range(_CORRECTED):
             holding = self._keeping.hold(allowed, share, beside)
-            if holding is None or self._is_long(holding):
+            if holding is None or self._is_long(holding) or (before is not None and holding.held == before.held):
                 return None
-            made = _Made(self, self._keeping.layout_of(holding), self._keeping.filed(holding))
-            needs = [Need(*pair) for pair in zip(holding.loads, holding.transients, strict=True)]
-            found = largest_fitting(needs, allowed, self._nested, made) or self._fit(made.last[0], allowed)
+            found, closest = self._sized(holding, allowed)
+            found = found or self._fit(closest[0], allowed, _FIT / 6)
             if found is not None:
                 return found
-            for number, excess in enumerate(_excess(made.last[1], allowed)):
-                beside[number] += excess
+            before = holding
+            for number, more in enumerate(_unexpected(holding, *closest, allowed)):
+                beside[number] += more
         return None
+
+    def _sized(self, holding: Holding, allowed: int) -> tuple[Found | None, Found]:
+        """The plan that holds this with the largest chunks that fit, if there is one; and the last one tried."""
+        made = _Made(self, self._keeping.layout_of(holding), self._keeping.filed(holding))
+        needs = [Need(*pair) for pair in zip(holding.loads, holding.transients, strict=True)]
+        return largest_fitting(needs, allowed, self._nested, made), made.last
 
     def _is_long(self, holding: Holding) -> bool:
         """Whether a plan that holds this would compute the program many times over."""
@@ -441,7 +455,7 @@ class Search:
         low, high, least = self._result_bytes, most, None
         while high - low > max(1, _EXACT * high):
             allowed = (low + high) // 2
-            holding = self._keeping.hold(allowed, 0.0)
+            holding = attempt(self.num_nodes, partial(self._keeping.hold, allowed, 0.0))
             if holding is None or self._is_long(holding):
                 low = allowed
             else:
@@ -475,10 +489,16 @@ class _Made:
         return self.last
 
 
-def _excess(projection: Projection, allowed: int) -> list[int]:
-    """By phase, by how many bytes a plan exceeds what is allowed, before its loop or in it."""
+def _unexpected(holding: Holding, plan: Plan, projection: Projection, allowed: int) -> list[int]:
+    """By phase that does not fit, by how many bytes it exceeds what was expected of it, or what is allowed."""
+    found = []
     peaks = zip(projection.peaks[::2], projection.peaks[1::2], strict=False)
-    return [max(0, before - allowed, within - allowed) for before, within in peaks]
+    rows = zip(plan.phases, peaks, holding.loads, holding.transients, strict=True)
+    for phase, (before, within), load, transient in rows:
+        expected = load + transient * phase.chunks[0][1] // plan.facts.num_samples
+        excess, most = max(before, within) - allowed, max(before, within)
+        found.append(max(most - expected, excess + excess // 2) if excess > 0 else 0)
+    return found
 
 
 _EXACT = 0.02
