@@ -258,9 +258,60 @@ def resnet50_batchnorm() -> Program:
     return _classifier(resnet([3, 4, 6, 3], 32, nn.BatchNorm2d, True), 16, 96, False)
 
 
-class UNet(nn.Module):
-    def __init__(self, widths: tuple[int, ...] = (16, 32, 64, 128)) -> None:
+class Widening(nn.Module):
+    """Two normalised convolutions beside a plain one, for channels that become more."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
+        first = [nn.Conv2d(inputs, outputs, 3, stride, 1), nn.BatchNorm2d(outputs), nn.ReLU()]
+        self.layers = nn.Sequential(*first, nn.Conv2d(outputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs))
+        self.skip = nn.Conv2d(inputs, outputs, 1, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.layers(x) + self.skip(x))
+
+
+def cnn_batchnorm() -> Program:
+    stem = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU()]
+    blocks = [Widening(16, 16, 1), Widening(16, 32, 2), Widening(32, 64, 2)]
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 100))
+    return _classifier(nn.Sequential(nn.Sequential(*stem), *blocks, head), 32, 96, False)
+
+
+def resnet18_batchnorm() -> Program:
+    return _classifier(resnet([2, 2, 2, 2], 32, nn.BatchNorm2d, False), 32, 96, False)
+
+
+class Inverted(nn.Module):
+    """The block of MobileNetV2: wide, depthwise, narrow."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, factor: int = 4) -> None:
+        super().__init__()
+        wide = factor * inputs
+        self.layers = nn.Sequential(
+            nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6(inplace=True),
+            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.ReLU6(inplace=True),
+            nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs),
+        )  # fmt: skip
+        self.adds = stride == 1 and inputs == outputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x) if self.adds else self.layers(x)
+
+
+def mobilenet() -> Program:
+    stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU6(inplace=True))
+    sizes = [(16, 16, 1), (16, 24, 2), (24, 24, 1), (24, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1)]
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 100))
+    return _classifier(nn.Sequential(stem, *(Inverted(*size) for size in sizes), head), 32, 96, False)
+
+
+class UNet(nn.Module):
+    def __init__(
+        self, widths: tuple[int, ...] = (16, 32, 64, 128), norm: Callable[[int], nn.Module] | None = None
+    ) -> None:
+        super().__init__()
+        self.norm = norm or (lambda size: nn.GroupNorm(4, size))
         self.down = nn.ModuleList(self._double(a, b) for a, b in zip((3, *widths), widths, strict=False))
         pairs = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
         self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in pairs)
@@ -270,7 +321,7 @@ class UNet(nn.Module):
     def _double(self, inputs: int, outputs: int) -> nn.Sequential:
         layers: list[nn.Module] = []
         for fan_in in (inputs, outputs):
-            layers += [nn.Conv2d(fan_in, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU()]
+            layers += [nn.Conv2d(fan_in, outputs, 3, padding=1), self.norm(outputs), nn.SiLU()]
         return nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -283,15 +334,22 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def unet() -> Program:
-    model = UNet()
+def _segmentation(model: UNet, exact: bool) -> Program:
     return Program(
         model,
         (torch.randn(8, 3, 96, 96), torch.randint(0, 8, (8, 96, 96))),
         lambda batch: F.cross_entropy(model(batch[0]), batch[1]),
         blocks=[*model.down, *model.join],
-        weight=_samples,
+        weight=_samples if exact else None,
     )
+
+
+def unet() -> Program:
+    return _segmentation(UNet(), True)
+
+
+def unet_batchnorm() -> Program:
+    return _segmentation(UNet(norm=nn.BatchNorm2d), False)
 
 
 # Sequences.
@@ -431,8 +489,12 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         bert,
         vit,
         resnet_groupnorm,
+        cnn_batchnorm,
+        resnet18_batchnorm,
         resnet50_batchnorm,
+        mobilenet,
         unet,
+        unet_batchnorm,
         lstm,
         clip,
         mixture_of_experts,

@@ -44,13 +44,13 @@ def wide_mlp() -> torch.Tensor:
     return model(koila.lazy(noise(32, 16))).square().mean()
 
 
-def normalised_model() -> nn.Module:
-    layers = [(nn.Linear(32, 32, bias=False), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(3)]
+def normalised_model(depth: int = 3) -> nn.Module:
+    layers = [(nn.Linear(32, 32, bias=False), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(depth)]
     return nn.Sequential(*(layer for group in layers for layer in group)).double()
 
 
-def normalised() -> torch.Tensor:
-    return normalised_model()(koila.lazy(noise(256, 32))).pow(4).sum()
+def normalised(depth: int = 3) -> torch.Tensor:
+    return normalised_model(depth)(koila.lazy(noise(256, 32))).pow(4).sum()
 
 
 def head_and_loss() -> torch.Tensor:
@@ -160,8 +160,8 @@ def test_chunk_does_not_lose_a_whole_batch_that_needs_fewer_bytes() -> None:
 
 
 def test_keep() -> None:
-    plan = fit_alone("keep", normalised(), 0.95)
-    assert plan.chunk_size == 256 and plan.recomputed
+    plan = fit_alone("keep", normalised(depth=12), 0.55)
+    assert plan.chunk_size == 256 and plan.recomputed["aten.mm.default"]
 
 
 def test_region_over_the_tokens_of_a_head_and_its_loss() -> None:
@@ -210,7 +210,7 @@ def test_offload_inside_a_schedule(tmp_path: Path) -> None:
 
 def test_offload_of_what_is_kept_between_phases(tmp_path: Path) -> None:
     with offload_in(str(tmp_path)):
-        plan = fit_alone("offload", normalised(), 0.5)
+        plan = fit_alone("offload", normalised(), 0.55)
     assert plan.offloaded and list(tmp_path.iterdir()) == []
 
 
@@ -230,11 +230,11 @@ def test_a_scope_with_offload(tmp_path: Path) -> None:
     model, x = normalised_model(), noise(256, 32)
     model(x).pow(4).sum().backward()
     expected = [parameter.grad for parameter in model.parameters()]
-    report = step(model, x, "200KiB", str(tmp_path))
-    assert report.offloaded and report.measured_bytes <= report.projected_bytes <= 200 * 1024
+    report = step(model, x, "100KiB", str(tmp_path))
+    assert report.offloaded and report.measured_bytes <= report.projected_bytes <= 100 * 1024
     for parameter, theirs in zip(model.parameters(), expected, strict=True):
         assert (parameter.grad - theirs).norm() <= 1e-10 * theirs.norm()
-    without = step(model, x, "200KiB", None)
+    without = step(model, x, "100KiB", None)
     assert not without.offloaded and sum(without.recomputed.values()) > sum(report.recomputed.values())
 
 

@@ -25,7 +25,7 @@ from koila.ir.cache import Cache
 from koila.planning.in_place import variant_of
 from koila.planning.operation import Bound, Ref
 from koila.planning.schedule import Schedule
-from koila.planning.step import Kind, Step
+from koila.planning.step import Destination, Kind, Step
 from koila.planning.sub_plan import SubPlan
 
 
@@ -42,6 +42,8 @@ class Loop:
     """Whole items that the schedule reads; kept items stand for their buffers."""
     sinks: tuple[Item, ...]
     """What each index of the sink is."""
+    destinations: tuple[Destination, ...]
+    """What becomes of its values."""
     slots: tuple[Slot, ...]
     """The floats that it reads, which vary from step to step of a training loop."""
     executed: Counter[str]
@@ -81,7 +83,8 @@ class _Writer:
         function = FunctionType(_codes.get_or_add(text, lambda: _code(text)), self.globals)
         wholes: Any = schedule.wholes
         sinks: Any = tuple(sink.key for sink in schedule.sinks)
-        return Loop(function, tuple(self.numbers), wholes, sinks, tuple(self.slots), self.executed)
+        destinations = tuple(sink.destination for sink in schedule.sinks)
+        return Loop(function, tuple(self.numbers), wholes, sinks, destinations, tuple(self.slots), self.executed)
 
     def _statement(self, step: Step) -> str:
         operands = [self.names[operand] for operand in step.operands]

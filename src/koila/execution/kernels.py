@@ -13,6 +13,7 @@ import torch
 
 from koila.analysis.types import Sliced, chunk_of
 from koila.execution.offload import Pieces
+from koila.execution.pieces import Held
 from koila.ir.draws import Source
 from koila.planning import operation
 from koila.planning.half_products import PRODUCTS
@@ -22,7 +23,9 @@ aten = torch.ops.aten
 
 
 def slice_whole(value: Any, kind: Sliced, start: int, stop: int, num_samples: int) -> torch.Tensor:
-    """A chunk of a whole value, of a random source, or of what waits on the host."""
+    """A chunk of a whole value, of a random source, of what is held in pieces, or of what waits on the host."""
+    if isinstance(value, Held):
+        return value.chunk(kind, start, stop)
     if isinstance(value, Pieces):
         return value.fetch(start, stop)
     if not isinstance(value, Source):
@@ -72,6 +75,7 @@ def _trained_layer(*arguments: Any) -> Any:
 
 _KERNELS: dict[Any, Callable[..., Any]] = {
     operation.slice_whole: slice_whole,
+    operation.join_pieces: slice_whole,
     operation.open_source: open_source,
     aten.mkldnn_rnn_layer.default: _trained_layer,
 }

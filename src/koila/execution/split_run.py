@@ -19,6 +19,7 @@ from koila.analysis.trace import Slot, slot_values
 from koila.analysis.types import Merged, Sliced, store_chunk
 from koila.execution.codegen import Loop, compile_schedule
 from koila.execution.offload import Pieces, empty_in_file
+from koila.execution.pieces import Held
 from koila.ir.ambient import without_autocast
 from koila.ir.draws import Source
 from koila.ir.graph import Graph
@@ -27,6 +28,7 @@ from koila.planning.peak import Projection
 from koila.planning.phases import is_joint, key_of
 from koila.planning.plan import Plan, stream_source
 from koila.planning.schedule import Schedule
+from koila.planning.step import Destination
 from koila.planning.sub_plan import SubPlan
 
 Floats = Callable[[Sequence[Slot]], list[float]]
@@ -42,8 +44,6 @@ class CompiledPlan:
         self.batch_dims = (facts or plan.facts).batch_dims
         """By index of the joint graph's result, the dimension of those that plainly carry the batch: known from `facts`
         of the program when the plan does not cut it."""
-        self.chunks = plan.chunks
-        """(first sample, sample after the last) of each chunk that a run goes through."""
         self.projected_bytes: int | None = None
         """What the run will allocate at its peak, where a byte budget asked for it."""
         self.projection: Projection | None = None
@@ -131,11 +131,15 @@ class _Run:
         """Run a phase; stops after each chunk."""
         phase = self.plan.phases[number]
         if not self.inner:
-            events.emit(events.PhaseStart(number, len(self.compiled.chunks)))
+            events.emit(events.PhaseStart(number, len(phase.chunks)))
         self._section(phase.before, number)
-        for index, (start, stop) in enumerate(self.compiled.chunks):
+        ending = self.plan.frees[2 * number + 1]
+        for index, (start, stop) in enumerate(phase.chunks):
             code = self.compiled.code(phase.loops[stop - start])
             self._call(code, [self._whole(item) for item in code.wholes], start, stop)
+            for found in (self.values.get(item) for item in ending):
+                if isinstance(found, Held):
+                    found.let_go(stop)
             if not self.inner:
                 events.emit(events.ChunkEnd(number, index, stop - start))
             events.count("region_chunks" if self.inner else "chunks")
@@ -143,7 +147,7 @@ class _Run:
         for item in phase.targets:
             if item in self.accumulators:
                 self.values[item] = _monoid(item).finish(self.accumulators.pop(item))
-        for item in self.plan.frees[2 * number + 1]:
+        for item in ending:
             self.values.pop(item, None)
 
 
@@ -155,6 +159,9 @@ class _Sink:
 
     def __call__(self, index: int, value: Any) -> None:
         item = self.code.sinks[index]
+        if self.code.destinations[index] is Destination.KEEP:
+            self.run.values.setdefault(item, Held()).add(self.start, self.stop, value)
+            return
         if not item.per_chunk or item is self.run.streamed:
             self.run.values[item] = value
             return

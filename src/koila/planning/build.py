@@ -32,11 +32,11 @@ from koila.planning.cost import VIEW_SECONDS
 from koila.planning.devices import current_rules
 from koila.planning.forms import Drawn, Form, forms_of
 from koila.planning.in_place import overwritable
-from koila.planning.operation import Bound, Operation, OperatorWork, Ref, open_source, slice_whole
+from koila.planning.operation import Bound, Operation, OperatorWork, Ref, join_pieces, open_source, slice_whole
 from koila.planning.outcome import Outcome, outcome_of, storage_bytes
 from koila.planning.rates import copy_seconds
 from koila.planning.schedule import Schedule
-from koila.planning.step import Kind, Place, Sink, Step
+from koila.planning.step import Destination, Kind, Place, Sink, Step
 
 aten = torch.ops.aten
 
@@ -74,8 +74,10 @@ class _Value:
 
 
 class _Builder:
-    def __init__(self, catalogue: Catalogue, kept_before: set[Item], chunk: int | None) -> None:
-        self.catalogue, self.kept_before, self.chunk = catalogue, kept_before, chunk
+    def __init__(
+        self, catalogue: Catalogue, kept_before: set[Item], chunk: int | None, joined: frozenset[Item]
+    ) -> None:
+        self.catalogue, self.kept_before, self.chunk, self.joined = catalogue, kept_before, chunk, joined
         self.num_samples = catalogue.facts.num_samples
         self.steps: list[Step] = []
         self.inputs: dict[Item, _Value] = {}
@@ -94,7 +96,7 @@ class _Builder:
                 self.values[item] = value = self._item(item)
                 check_shape(item, value.form, self.chunk)
                 for index in wanted.get(item, ()):
-                    self._hand_on(value, index)
+                    self._hand_on(item, value, index, sinks[index].destination)
         steps = self.steps if self.chunk is None else _fuse_products(self.steps, sinks)
         inputs = tuple(len(value.views) for value in self.inputs.values())
         forms = tuple(value.form for value in self.inputs.values())
@@ -143,7 +145,8 @@ class _Builder:
 
     def _slice(self, item: Item, whole: Item) -> _Value:
         args = (Ref(0), item.type, Bound.START, Bound.STOP, self.num_samples)
-        return self._call(Operation(slice_whole, args, {}), [self.inputs[whole]])
+        target = join_pieces if item in self.joined else slice_whole
+        return self._call(Operation(target, args, {}), [self.inputs[whole]])
 
     def _part(self, source: _Value, index: int) -> _Value:
         """One of several results: no call, only a name for it."""
@@ -194,16 +197,26 @@ class _Builder:
         self.steps.append(_step(operation, outcome, value, operands, recorded))
         return value
 
-    def _hand_on(self, value: _Value, index: int) -> None:
+    def _hand_on(self, item: Item, value: _Value, index: int, destination: Destination) -> None:
+        keeps = destination is Destination.KEEP
+        value = self._piece(item, value) if keeps else value
         num_bytes = sum(form.num_bytes for form in forms_of(value.form) if form is not None)
         starts = isinstance(value.form, Form) and can_own(
             value.form.dtype, value.views[0], num_bytes, value.storage_bytes[0]
         )
         step = Step(
-            self._number(), (value.number,), seconds=copy_seconds(num_bytes), holds_operands=True, kind=Kind.HAND_ON,
-            sinks=(index,), starts_merge=starts,
+            self._number(), (value.number,), seconds=0.0 if keeps else copy_seconds(num_bytes), holds_operands=True,
+            kind=Kind.HAND_ON, sinks=(index,), starts_merge=starts,
         )  # fmt: skip
         self.steps.append(step)
+
+    def _piece(self, item: Item, value: _Value) -> _Value:
+        """The value as a piece that can be held: with memory of its own, laid out as a slice of the whole value is."""
+        form, whole = value.form, self.catalogue.whole_form(item)
+        if value.filling is not None and not value.is_outside and not value.views[0] and form.stride == whole.stride:
+            return value
+        layout = torch.contiguous_format if whole.is_contiguous else torch.channels_last
+        return self._call(Operation(aten.clone.default, (Ref(0),), {"memory_format": layout}), [value])
 
 
 def check_shape(item: Item, form: Any, chunk: int | None) -> None:
@@ -328,7 +341,10 @@ def summands(item: Item, readers: Counter[Item], sums: set[Item]) -> list[Item]:
 
 def build_schedule(
     catalogue: Catalogue, items: Sequence[Item], sinks: Sequence[Sink], kept_before: Iterable[Item] = (),
-    chunk: int | None = None,
+    chunk: int | None = None, joined: frozenset[Item] = frozenset(),
 ) -> Built:  # fmt: skip
-    """The schedule of some items; the keys of `sinks` are the items that are handed on."""
-    return _Builder(catalogue, set(kept_before), chunk).build(items, sinks)
+    """The schedule of some items; the keys of `sinks` are the items that are handed on.
+
+    Of the items that were kept before, `joined` lie in pieces that are smaller than a chunk.
+    """
+    return _Builder(catalogue, set(kept_before), chunk, joined).build(items, sinks)

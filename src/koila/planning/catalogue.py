@@ -103,6 +103,20 @@ class Catalogue:
             destination = Destination.STREAM if item is streamed else Destination.GATHER
         return Sink(item, destination, value_bytes(item), self.state_bytes(item), is_plain_sum(item))
 
+    def piece_sink(self, item: Item) -> Sink:
+        """The same for an item whose chunks are held as pieces."""
+        return Sink(item, Destination.KEEP, value_bytes(item), self.state_bytes(item))
+
+    def has_pieces(self, item: Item) -> bool:
+        """Whether the chunks of an item can be held as they are: memory has the batch outermost, and no gaps."""
+        kind, whole = item.type, self.whole_form(item)
+        if not isinstance(kind, Sliced) or not isinstance(whole, Form) or kind.outer != 1 or whole.dtype.is_complex:
+            return False
+        if whole.stride[kind.dim] * whole.shape[kind.dim] * whole.dtype.itemsize != whole.num_bytes > 0:
+            return False
+        channels_last = len(whole.shape) == 4 and whole.make().is_contiguous(memory_format=torch.channels_last)
+        return whole.is_contiguous or channels_last
+
     def state_bytes(self, item: Item) -> int:
         """The bytes of a merge that has begun; of a value that is not merged, its own."""
         if item not in self._state_bytes:

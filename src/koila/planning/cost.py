@@ -16,14 +16,19 @@ from torch.utils.flop_counter import flop_registry
 from koila._torch import OpOverload
 from koila.ir.tree import leaves, map_leaves
 from koila.planning.devices import current_rules
-from koila.planning.operation import slice_whole
+from koila.planning.operation import join_pieces, slice_whole
 from koila.planning.rates import BYTES, FLOPS, FRESH, fresh_bytes
 from koila.planning.schedule import Schedule, once_per_schedule
 
 aten = torch.ops.aten
 
 _SLOW = ("exp", "log", "tanh", "gelu", "silu", "sigmoid", "softplus", "erf", "pow", "sin", "cos", "mish", "elu")
-_PLAIN = ("sum", "cat", "clone", "_to_copy", "fill", "full", "slice_whole", "addmm", "mm", "bmm", "convolution")
+_QUICK = ("relu", "leaky_relu", "prelu", "threshold", "hardtanh", "hardsigmoid")
+"""Pointwise functions whose names only look slow."""
+_PLAIN = (
+    "sum", "cat", "clone", "_to_copy", "fill", "full", "slice_whole", "join_pieces", "addmm", "mm", "bmm",
+    "convolution",
+)  # fmt: skip
 VIEW_SECONDS = 1e-6
 """What a view costs."""
 
@@ -42,7 +47,7 @@ def call_seconds(target: Any, args: Any, kwargs: Any, result: Any) -> float:
     overload = isinstance(target, OpOverload)
     if target is operator.getitem or (overload and target.is_view):
         return VIEW_SECONDS
-    if target is slice_whole:
+    if target in (slice_whole, join_pieces):
         args = ()  # It reads no more than it gives.
     found = moving_seconds(target, tree_bytes((args, kwargs, result)), large_bytes(result))
     if overload and (flops := _flops(target, args, kwargs, result)):
@@ -69,7 +74,8 @@ def _first(table: dict[str, float], name: str) -> float:
 def _bytes_per_second(target: Any) -> float:
     name = str(getattr(target, "__name__", target)).split(".")[0]
     if torch.Tag.pointwise in getattr(target, "tags", ()):
-        return BYTES["slow" if any(part in name for part in _SLOW) else "plain"]
+        slow = any(part in name for part in _SLOW) and not name.startswith(_QUICK)
+        return BYTES["slow" if slow else "plain"]
     return BYTES["plain"] if name in _PLAIN else _first(BYTES, name)
 
 

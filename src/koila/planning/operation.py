@@ -48,12 +48,17 @@ def slice_whole(value: Any, kind: Sliced, start: int, stop: int, num_samples: in
     return chunk_of(whole, kind, start, stop, num_samples)
 
 
+def join_pieces(value: torch.Tensor, kind: Sliced, start: int, stop: int, num_samples: int) -> torch.Tensor:
+    """A chunk that lies in several pieces, copied into one, on meta tensors."""
+    return chunk_of(value, kind, start, stop, num_samples).clone(memory_format=torch.preserve_format)
+
+
 def open_source(value: Drawn) -> torch.Tensor:
     """All numbers of a random source, as a meta tensor; `koila.execution.kernels` has the real one."""
     return value.form.make()
 
 
-HELPERS = (slice_whole, open_source)
+HELPERS = (slice_whole, join_pieces, open_source)
 """Targets that are not PyTorch's."""
 
 

@@ -141,7 +141,8 @@ class _Filling:
     def step(self, pattern: _StepPattern) -> Step:
         step, numbers = pattern.step, self.numbers
         if step.kind is Kind.HAND_ON:
-            return _renewed(step, seconds=copy_seconds(self._num_bytes(step.operands[0])))
+            copied = copy_seconds(self._num_bytes(step.operands[0])) if step.seconds else 0.0
+            return _renewed(step, seconds=copied)
         work, places = step.work, filled(pattern.places, numbers)
         form = self.forms[step.value] = filled(pattern.form, numbers)
         item = None if pattern.item is None else self.items[pattern.item]
@@ -303,17 +304,19 @@ class Patterns:
         self._values: dict[Formulas, tuple[Number, ...] | None] = {}
 
     def schedule(
-        self, items: Sequence[Item], sinks: Sequence[Sink], read: frozenset[Item], chunk: int | None
-    ) -> Schedule:
+        self, items: Sequence[Item], sinks: Sequence[Sink], read: frozenset[Item], chunk: int | None,
+        joined: frozenset[Item] = frozenset(),
+    ) -> Schedule:  # fmt: skip
         """The schedule of some items; see `koila.planning.build.build_schedule`."""
         places: dict[Any, int] = self._catalogue.facts.places
         handed = tuple((places[sink.key], sink.destination) for sink in sinks)
-        key = (tuple(map(places.__getitem__, items)), handed, frozenset(map(places.__getitem__, read)), chunk)
+        outside = tuple(frozenset(map(places.__getitem__, each)) for each in (read, joined))
+        key = (tuple(map(places.__getitem__, items)), handed, outside, chunk)
         found = self._filled(key, sinks) if self._catalogue.facts.joint.is_built else None
         if found is not None:
             events.count("sizes::schedules filled")
             return found
-        built = build_schedule(self._catalogue, items, sinks, read, chunk)
+        built = build_schedule(self._catalogue, items, sinks, read, chunk, joined)
         self._note(key, built, places)
         return built.schedule
 
@@ -355,9 +358,10 @@ class _Built:
         self._catalogue = catalogue
 
     def schedule(
-        self, items: Sequence[Item], sinks: Sequence[Sink], read: frozenset[Item], chunk: int | None
-    ) -> Schedule:
-        return build_schedule(self._catalogue, items, sinks, read, chunk).schedule
+        self, items: Sequence[Item], sinks: Sequence[Sink], read: frozenset[Item], chunk: int | None,
+        joined: frozenset[Item] = frozenset(),
+    ) -> Schedule:  # fmt: skip
+        return build_schedule(self._catalogue, items, sinks, read, chunk, joined).schedule
 
 
 def patterns_of(catalogue: Catalogue) -> Patterns | _Built:

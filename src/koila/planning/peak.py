@@ -32,6 +32,10 @@ class Peak:
     """The storages that are alive."""
 
 
+_IN_CHUNKS = (Destination.GATHER, Destination.STREAM, Destination.KEEP)
+"""What becomes of values that are neither merged nor stored."""
+
+
 class Lives:
     """From which to which step each storage of a schedule lives."""
 
@@ -48,16 +52,16 @@ class Lives:
             self.ends.setdefault(self.last[storage], []).append(storage)
 
     def _stream(self) -> None:
-        """What is handed out to the caller is there until the chunk is done."""
+        """What is handed out to the caller, or held as a piece, is there until the chunk is done."""
         for step in self.schedule.steps:
-            if step.kind is Kind.HAND_ON and self._sink(step).destination is Destination.STREAM:
+            if step.kind is Kind.HAND_ON and self._sink(step).destination in (Destination.STREAM, Destination.KEEP):
                 self._keep(step.operands[0])
 
     def _start_merges(self) -> None:
         """What is stored or starts a merge stays alive; what is added to a sum that has begun does not."""
         begun: set[int] = set()
         for position, step in enumerate(self.schedule.steps):
-            if not step.sinks or self._sink(step).destination in (Destination.GATHER, Destination.STREAM):
+            if not step.sinks or self._sink(step).destination in _IN_CHUNKS:
                 continue
             fresh = [index for index in step.sinks if index not in begun]
             begun.update(fresh)
@@ -146,6 +150,8 @@ class Projection:
     """The section of the plan with the peak."""
     resident: tuple[int, ...] = ()
     """For each section, the bytes that are there beside what its schedule makes."""
+    peaks: tuple[int, ...] = ()
+    """For each section, the most bytes that are there while it runs."""
     kinds: tuple[tuple[str, int], ...] = ()
     """What stands at the peak: (kind, bytes), together `peak_bytes`."""
     recorded: int | None = None
@@ -218,7 +224,10 @@ class Projector:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.here, self.resident = plan, _Residents(), list[int]()
         self.best = Projection(0, "nothing")
+        self.peaks = [0] * (2 * len(plan.phases) + 1)
         self.result_kinds = plan.result_kinds
+        self.pieces: dict[Hashable, list[tuple[int, int]]] = {}
+        """By value that is held in pieces, for each piece the sample after its last, and its bytes."""
         self.away: dict[Hashable, int] = {}
         """The bytes of values that must be fetched, chunk by chunk, to be read."""
 
@@ -227,7 +236,7 @@ class Projector:
             self._section(phase.before, 2 * number)
             self._loop(phase, 2 * number + 1)
         self._section(self.plan.after, 2 * len(self.plan.phases))
-        return replace(self.best, resident=tuple(self.resident))
+        return replace(self.best, resident=tuple(self.resident), peaks=tuple(self.peaks))
 
     def _section(self, schedule: Schedule, section: int) -> None:
         # What the section reads for the last time is alive until then.
@@ -249,15 +258,24 @@ class Projector:
         pieces = max(map(_handed_out, phase.loops.values()), default=0)
         base += max(map(self._fetched, phase.loops.values()), default=0)
         self.resident.append(base + states + pieces)
-        sizes = [stop - start for start, stop in plan.chunks]
-        for size, schedule in phase.loops.items():
-            if size == sizes[0]:
-                self.consider(schedule, base, True, section)
-            if size in sizes[1:]:  # The sums are there by then, and the caller holds the chunk before.
-                self.consider(schedule, base + states + pieces, False, section, merged, pieces)
+        walk = _PieceWalk(phase, {key: self.pieces[key] for key in plan.frees[section] if key in self.pieces})
+        self.resident[-1] += max(walk.grown)
+        worst = walk.worst()
+        for number, (start, stop) in enumerate(phase.chunks):
+            if number in worst:
+                # After the first chunk the sums are there, and the caller holds the chunk before.
+                beside = states + pieces if number else 0
+                self.consider(
+                    phase.loops[stop - start], base + walk.grown[number] + beside, not number, section,
+                    merged if number else (), pieces if number else 0,
+                )  # fmt: skip
+            walk.after(number, here)
+        self.pieces.update(walk.made)
         for sink in merged:
             here.add(sink.key, sink.value_bytes)
         here.free(plan.frees[section])
+        for key in plan.frees[section]:
+            self.pieces.pop(key, None)
 
     def _fetched(self, schedule: Schedule) -> int:
         """The chunks that a loop fetches; all of them may be there at the same time."""
@@ -270,6 +288,7 @@ class Projector:
     ) -> None:
         """One schedule of the plan, `base` bytes beside it; each is looked at in the order in which it first runs."""
         peak = peak_of(schedule, is_first)
+        self.peaks[section] = max(self.peaks[section], base + peak.num_bytes)
         if base + peak.num_bytes <= self.best.peak_bytes:
             return
         kinds = self.beside(merging, pieces)
@@ -288,6 +307,56 @@ class Projector:
         for key, size in self.here.by_key():
             kinds[self.result_kinds.get(key, "kept values")] += size
         return kinds
+
+
+class _PieceWalk:
+    """The pieces of one loop: those that it makes, and those that it reads for the last time, chunk by chunk."""
+
+    def __init__(self, phase: Phase, ending: dict[Hashable, list[tuple[int, int]]]) -> None:
+        self.phase, self.ending = phase, ending
+        self.made: dict[Hashable, list[tuple[int, int]]] = {}
+        self.grown = [0]
+        """Before each chunk, and after the last, by how much more is held than before the first."""
+        left = {key: list(reversed(pieces)) for key, pieces in ending.items()}
+        for start, stop in phase.chunks:
+            now = self.grown[-1]
+            for key, num_bytes in piece_bytes(phase.loops[stop - start]).items():
+                self.made.setdefault(key, []).append((stop, num_bytes))
+                now += num_bytes
+            for pieces in left.values():
+                while pieces and pieces[-1][0] <= stop:
+                    now -= pieces.pop()[1]
+            self.grown.append(now)
+
+    def worst(self) -> set[int]:
+        """The first chunk, and of the later ones of each size the one with the most beside it."""
+        found: dict[tuple[bool, int], int] = {}
+        for number, (start, stop) in enumerate(self.phase.chunks):
+            key = (number == 0, stop - start)
+            if key not in found or self.grown[number] > self.grown[found[key]]:
+                found[key] = number
+        return set(found.values())
+
+    def after(self, number: int, here: _Residents) -> None:
+        """What is held after a chunk."""
+        if not self.made and not self.ending:
+            return
+        stop = self.phase.chunks[number][1]
+        for key, pieces in self.made.items():
+            here.add(key, sum(num_bytes for end, num_bytes in pieces if end <= stop))
+        for key, pieces in self.ending.items():
+            here.add(key, sum(num_bytes for end, num_bytes in pieces if end > stop))
+
+
+@once_per_schedule
+def piece_bytes(schedule: Schedule) -> dict[Hashable, int]:
+    """By value that is held in pieces, the bytes of the piece that a chunk adds."""
+    found: dict[Hashable, int] = {}
+    for step in schedule.steps:
+        if step.kind is Kind.HAND_ON and schedule.sinks[step.sinks[0]].destination is Destination.KEEP:
+            storages = schedule.storages.of[step.operands[0]]
+            found[schedule.sinks[step.sinks[0]].key] = sum(map(schedule.storages.num_bytes.__getitem__, storages))
+    return found
 
 
 def project(plan: Plan) -> Projection:

@@ -11,7 +11,7 @@ gives some of them up. These choices are greedy, not optimal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from koila._torch import OpOverload
 from koila.analysis.monoids import FirstExtreme, Moments
 from koila.analysis.split import Facts, Item
 from koila.analysis.types import OPAQUE, Merged, Sliced
-from koila.planning.catalogue import Catalogue, value_bytes
+from koila.planning.catalogue import Catalogue
 
 JOINT = (Moments, FirstExtreme)
 """Monoids whose pieces are all results of an operator together."""
@@ -38,7 +38,9 @@ class Stage:
     targets: tuple[Item, ...]
     """Those of the items whose chunks are merged or gathered."""
     kept: tuple[Item, ...]
-    """Those of the items whose chunks are kept whole for later phases."""
+    """Those of the items whose chunks are kept from this phase on."""
+    held: frozenset[Item] = frozenset()
+    """Those of the items that it finds kept by earlier phases, and whatever else stays kept through it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +74,14 @@ class Layout:
         """The last section in which each value is read; results are never let go."""
         last: dict[Item, int] = {}
         for number, stage in enumerate(self.stages):
-            last.update(dict.fromkeys((*stage.kept, *stage.targets), 2 * number + 1))
+            last.update(dict.fromkeys(stage.targets, 2 * number + 1))
         for number, items in enumerate(self.sections):
             kept = self.kept_before(number)
             for item in items:
                 reads = (item,) if item in kept else item.operands
                 last.update((key_of(read), number) for read in reads)
+        for item in self.kept.difference(*(stage.targets for stage in self.stages)):
+            last.pop(item, None)
         last.update((key_of(result), len(self.sections)) for result in self.facts.results if result is not None)
         return last
 
@@ -87,15 +91,19 @@ class Layout:
         found: list[list[Item]] = [[] for _ in range(len(self.sections) + 1)]
         for item, number in self._last.items():
             found[number].append(item)
+        for number, stage in enumerate(self.stages):
+            following = self.kept_before(2 * number + 2)
+            ending = (item for item in (*stage.held, *stage.kept) if item not in following and item not in self._last)
+            found[2 * number + 1] += sorted(ending, key=self.facts.places.__getitem__)
         return found
 
     def stored(self, number: int) -> tuple[Item, ...]:
         """Items of a Whole section that are read after it."""
         return tuple(item for item in self.sections[number] if self._last.get(item, -1) > number)
 
-    def kept_before(self, number: int) -> set[Item]:
+    def kept_before(self, number: int) -> frozenset[Item]:
         """Items that a section finds kept."""
-        return {item for stage in self.stages[: number // 2] for item in stage.kept}
+        return self.stages[number // 2].held if number // 2 < len(self.stages) else frozenset()
 
 
 def key_of(item: Item) -> Item:
@@ -151,14 +159,26 @@ class _Planner:
     def run(self) -> Layout:
         self._place_targets()
         cones = self._place_kept()
-        stages, done = [], set[Item]()
-        for number, items in enumerate(cones):
+        last = {item: number for number, items in enumerate(cones) for item in items}
+        return self.arrange(
+            [
+                {item: None for item, first in self.kept.items() if first <= number < last[item]}
+                for number in range(len(cones))
+            ]
+        )
+
+    def arrange(self, held: Sequence[Iterable[Item]]) -> Layout:
+        """The layout that holds these items after each phase."""
+        stages, done, before = [], set[Item](), frozenset[Item]()
+        for targets, after in zip(self.targets, held, strict=True):
+            kept = tuple(item for item in after if item not in before)
+            cone = _cone((*targets, *kept), lambda item, known=before: item.kind == "slice" or item in known)  # type: ignore[misc]
+            items = self._in_program_order(cone)
             needed = [operand for item in items for operand in item.operands if not operand.per_chunk]
-            before = self._whole_order(needed, done)
-            kept = tuple(item for item, phase in self.kept.items() if phase == number)
-            stages.append(Stage(before, tuple(items), tuple(self.targets[number]), kept))
-        after = self._whole_order([item for item in self.facts.results if item is not None], done)
-        return Layout(self.facts, tuple(stages), after, self.catalogue)
+            stages.append(Stage(self._whole_order(needed, done), tuple(items), tuple(targets), kept, before))
+            before = frozenset(after)
+        last = self._whole_order([item for item in self.facts.results if item is not None], done)
+        return Layout(self.facts, tuple(stages), last, self.catalogue)
 
     def _place_targets(self) -> None:
         barriers = [item for item in self.facts.items if item.kind in ("finish", "gather")]
@@ -336,31 +356,8 @@ def make_layout(
     return _Planner(catalogue or Catalogue(facts), keeps).run()
 
 
-def keep_less(layout: Layout, share: float) -> Layout:
-    """A layout that keeps that share fewer bytes between phases: first goes what is cheapest to have again, per byte.
-
-    Everything goes with a share of one.
-    """
-    kept = [item for stage in layout.stages for item in stage.kept]
-    held, price = set(kept), {item: _price(layout, item) for item in kept}
-    total = sum(map(_whole_bytes, kept))
-    gone, freed = set[Item](), 0
-    for item in sorted(kept, key=lambda item: price[item] / _whole_bytes(item)):
-        if freed >= share * total:
-            break
-        gone.add(item)
-        freed += _whole_bytes(item)
-    return make_layout(layout.facts, lambda item: item in held and item not in gone, layout.catalogue)
-
-
-def _price(layout: Layout, item: Item) -> float:
-    """What it costs to compute a kept value again wherever it is read."""
-    kept = {each for stage in layout.stages for each in stage.kept} - {item}
-    cone = _cone([item], lambda each: each.kind == "slice" or each in kept)
-    readers = sum(item in stage.items and item not in stage.kept for stage in layout.stages)
-    computed = (each for each in cone if each.kind == "chunk" and each not in kept)
-    return readers * sum(layout.catalogue.seconds(each.node) for each in computed)
-
-
-def _whole_bytes(item: Item) -> int:
-    return max(1, value_bytes(item))
+def hold_layout(layout: Layout, held: Sequence[Iterable[Item]]) -> Layout:
+    """The same phases with the same targets, which hold these items after each of them."""
+    planner = _Planner(layout.catalogue, lambda item: True)
+    planner.targets = [dict.fromkeys(stage.targets) for stage in layout.stages]
+    return planner.arrange(held)

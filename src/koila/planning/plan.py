@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 from koila._torch import OpOverload
 from koila.analysis.split import Facts, Item
 from koila.planning.cost import schedule_seconds
+from koila.planning.devices import current_rules
+from koila.planning.levers.offload import offload_seconds
 from koila.planning.patterns import patterns_of
 from koila.planning.phases import Layout, Stage, key_of
 from koila.planning.schedule import Schedule
@@ -35,6 +37,8 @@ class Phase:
     """What runs before the loop."""
     loops: dict[int, Schedule]
     """What runs for each chunk, by the chunk's size."""
+    chunks: tuple[tuple[int, int], ...] = ()
+    """(first sample, sample after the last) of each chunk."""
 
     @property
     def targets(self) -> tuple[Item, ...]:
@@ -63,7 +67,7 @@ class Plan:
 
     layout: Layout
     chunk_size: int
-    """Samples per chunk; the last chunk may have fewer."""
+    """Samples per chunk in the phases with the largest chunks; the last chunk may have fewer."""
     phases: tuple[Phase, ...]
     after: Schedule
     """What runs after the last loop."""
@@ -86,8 +90,9 @@ class Plan:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """(first sample, sample after the last) of each chunk."""
-        return chunks(self.facts.num_samples, self.chunk_size)
+        """The chunks of the phase with the most of them."""
+        most = max((phase.chunks for phase in self.phases), key=len, default=())
+        return most or chunks(self.facts.num_samples, self.chunk_size)
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -98,8 +103,12 @@ class Plan:
     def seconds(self) -> float:
         """The expected time."""
         found = sum(map(schedule_seconds, (self.after, *(phase.before for phase in self.phases))))
-        sizes = [stop - start for start, stop in self.chunks]
-        return found + sum(schedule_seconds(phase.loops[size]) for phase in self.phases for size in sizes)
+        loops = (phase.loops[stop - start] for phase in self.phases for start, stop in phase.chunks)
+        return found + sum(map(schedule_seconds, loops)) + sum(map(self._file_seconds, self.offloaded))
+
+    def _file_seconds(self, item: Item) -> float:
+        num_bytes = self.layout.catalogue.state_bytes(item)
+        return offload_seconds(num_bytes) * sum(item in phase.kept for phase in self.phases)
 
     @cached_property
     def result_kinds(self) -> dict[Any, str]:
@@ -148,6 +157,7 @@ class Plan:
                 {
                     "merged": names(phase.targets),
                     "kept": names(phase.kept),
+                    "chunks": len(phase.chunks),
                     "before": phase.before.decisions(),
                     "loops": {str(size): loop.decisions() for size, loop in sorted(phase.loops.items())},
                 }
@@ -167,7 +177,9 @@ class Plan:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
-        lines = [f"{len(self.chunks)} chunks of {self.chunk_size} of {self.facts.num_samples} samples"]
+        sizes = sorted({phase.chunks[0][1] for phase in self.phases if phase.chunks}) or [self.chunk_size]
+        size = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        lines = [f"{len(self.chunks)} chunks of {size} of {self.facts.num_samples} samples"]
         if not self.phases:
             lines = [f"all {self.facts.num_samples} samples at once: {len(self.after.steps)} steps"]
         for number, phase in enumerate(self.phases):
@@ -219,39 +231,71 @@ def stream_source(layout: Layout) -> Item | None:
     return source if source in layout.stages[-1].targets else None
 
 
-def make_plan(layout: Layout, chunk_size: int, streamed: bool = False, known: Known | None = None) -> Plan:
+def make_plan(
+    layout: Layout, chunk_size: int | Sequence[int], streamed: bool = False, known: Known | None = None,
+    offloaded: frozenset[Item] = frozenset(),
+) -> Plan:  # fmt: skip
     """A plan for a chunk size, rounded up to what the granule allows; each schedule as the program has it.
 
     Args:
         layout: Which items each phase computes.
-        chunk_size: Samples per chunk.
+        chunk_size: Samples per chunk, for all phases or for each of them.
         streamed: Whether the only result is handed out chunk by chunk.
         known: Schedules of other plans of the same program; those made here are added.
+        offloaded: Kept items that lie in files, or on the host.
     """
     catalogue, granule = layout.catalogue, layout.facts.granule
-    size = -(-chunk_size // granule) * granule
-    sizes = {stop - start for start, stop in chunks(layout.facts.num_samples, size)}
+    given = [chunk_size] * len(layout.stages) if isinstance(chunk_size, int) else list(chunk_size)
+    sizes = [-(-size // granule) * granule for size in given]
     source = stream_source(layout) if streamed else None
     known = {} if known is None else known
     patterns = patterns_of(catalogue)
 
-    def built(items: tuple[Item, ...], sinks: list[Sink], kept: set[Item], chunk: int | None) -> Schedule:
-        read = frozenset(item for item in items if item in kept)
-        key = (items, tuple(sinks), read, chunk)
+    def built(
+        items: tuple[Item, ...], sinks: list[Sink], chunk: int | None, kept: frozenset[Item] = frozenset(),
+        joined: frozenset[Item] = frozenset(),
+    ) -> Schedule:  # fmt: skip
+        read = kept.intersection(items)
+        key = (items, tuple(sinks), read, chunk, joined & read)
         if key not in known:
-            known[key] = patterns.schedule(items, sinks, read, chunk)
+            known[key] = patterns.schedule(items, sinks, read, chunk, joined & read)
         return known[key]
 
     def section(number: int) -> Schedule:
         sinks = [catalogue.sink(item) for item in layout.stored(number)]
-        return built(layout.sections[number], sinks, set(), None)
+        return built(layout.sections[number], sinks, None)
 
-    def loop(number: int, stage: Stage, chunk: int) -> Schedule:
-        sinks = [catalogue.sink(item, source) for item in (*stage.targets, *stage.kept)]
-        return built(stage.items, sinks, layout.kept_before(2 * number), chunk)
+    pieces: dict[Item, int] = {}
+    """By item that is held in pieces, how many samples they have."""
 
-    phases = tuple(
-        Phase(stage, section(2 * number), {chunk: loop(number, stage, chunk) for chunk in sizes})
-        for number, stage in enumerate(layout.stages)
-    )
-    return Plan(layout, size, phases, section(len(layout.sections) - 1), streamed=source is not None)
+    def phase(number: int, stage: Stage, size: int) -> Phase:
+        kept = [item for item in stage.kept if item not in stage.targets]
+        in_pieces = {item for item in kept if item not in offloaded and _has_pieces(layout, item, number, sizes)}
+        joined = frozenset(item for item in stage.held if pieces.get(item, size) < size)
+        sinks = [catalogue.sink(item, source) for item in stage.targets]
+        sinks += [catalogue.piece_sink(item) if item in in_pieces else catalogue.sink(item) for item in kept]
+        parts = chunks(layout.facts.num_samples, size)
+        lengths = {stop - start for start, stop in parts}
+        loops = {length: built(stage.items, sinks, length, stage.held, joined) for length in lengths}
+        for item in kept:
+            pieces[item] = size if item in in_pieces else layout.facts.num_samples
+        return Phase(stage, section(2 * number), loops, parts)
+
+    pairs = enumerate(zip(layout.stages, sizes, strict=True))
+    phases = tuple(phase(number, stage, size) for number, (stage, size) in pairs)
+    size = max(sizes) if sizes else chunk_size if isinstance(chunk_size, int) else layout.facts.num_samples
+    fetches = bool(offloaded) and current_rules().type != "cpu"
+    return Plan(layout, size, phases, section(len(layout.sections) - 1), offloaded, fetches, source is not None)
+
+
+def _has_pieces(layout: Layout, item: Item, number: int, sizes: Sequence[int]) -> bool:
+    """Whether an item that a phase keeps is held in pieces: chunks of those who read it are parts or rows of them."""
+    if not layout.catalogue.has_pieces(item) or any(item in stage.targets for stage in layout.stages):
+        return False
+    for reader, stage in enumerate(layout.stages[number + 1 :], number + 1):
+        if item not in stage.held:
+            break
+        small, large = sorted((sizes[number], sizes[reader]))
+        if large % small and large < layout.facts.num_samples:
+            return False
+    return True

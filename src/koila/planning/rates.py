@@ -10,7 +10,7 @@ from koila.planning.devices import current_rules
 
 FLOPS = {"convolution": 55e9, "attention": 40e9, "": 75e9}
 """Floating-point operations per second of a dense kernel, by a part of its name."""
-BYTES = {"batch_norm": 2e9, "softmax": 3e9, "norm": 8e9, "pool": 2e9, "slow": 5e9, "plain": 30e9, "": 8e9}
+BYTES = {"batch_norm": 4e9, "softmax": 3e9, "norm": 8e9, "pool": 2e9, "slow": 5e9, "plain": 30e9, "": 8e9}
 """Bytes per second, read and written: of kernels with such a name, of pointwise ones, and of all others."""
 FRESH = 1.6e9
 """Bytes per second at which the system hands out pages; a large result is made of new ones every time."""

@@ -9,22 +9,25 @@ sizes are powers of two and even parts, values between phases are given up by qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from koila import events
 from koila._bytes import format_bytes
-from koila.analysis.split import Facts
+from koila.analysis.split import Facts, Item
 from koila.errors import BudgetError
+from koila.planning.devices import current_rules
 from koila.planning.effort import attempt, spend
-from koila.planning.levers.offload import keep_in_files
+from koila.planning.holding import Holding
+from koila.planning.keeping import Keeping
 from koila.planning.levers.shrink import LEVERS, shrink
 from koila.planning.peak import Projection, peak_alone, project
-from koila.planning.phases import Layout, keep_less, make_layout
+from koila.planning.phases import Layout, make_layout
 from koila.planning.plan import Known, Phase, Plan, make_plan, stream_source
 from koila.planning.rates import LARGE
 from koila.planning.schedule import Schedule
+from koila.planning.sizing import Need, largest_fitting, nested_sizes
 
 Found = tuple[Plan, Projection]
 
@@ -97,8 +100,12 @@ def fit(plan: Plan, allowed: int, levers: frozenset[str] = LEVERS) -> Found | No
 
 ALL = LEVERS | {"chunk", "keep"}
 """The levers that need no file."""
-KEEPING = (1.0, 0.75, 0.5, 0.25, 0.125, 0.06, 0.0)
-"""How much of what crosses phases is kept, from all to nothing."""
+CHUNK_SHARES = (0.02, 0.05, 0.12, 0.3)
+"""The shares of a budget that the values of one chunk may take, beside what is kept between phases."""
+_TRIED = 2
+"""Plans are made for so many of them."""
+_CORRECTED = 4
+"""So many times what is kept is chosen anew because a plan needs more than was expected."""
 
 
 def kept_bytes(layout: Layout, streamed: bool = False) -> int:
@@ -115,8 +122,10 @@ def kept_bytes(layout: Layout, streamed: bool = False) -> int:
 
 _FEW = 600
 """Programs of few nodes may take a little longer for each of them."""
-_FIND, _FIT, _SMALLEST = 12, 6, 10
+_FIND, _FIT, _SMALLEST = 16, 6, 12
 """Steps for each node of a program that a search, one plan in it, and the search for the smallest plan may do."""
+_ALIKE = 1.1
+"""Plans whose expected seconds differ less may take the same time."""
 _AGAIN = 6
 """How many times the items of a program a plan may compute."""
 
@@ -126,7 +135,7 @@ class Recipe:
     """How a plan was made, in terms that hold at other sizes."""
 
     level: int
-    """How much is kept between phases; see `KEEPING`. -1: all of it, in a file."""
+    """How much is kept between phases: 0 all of it, -1 all of it, in a file, otherwise what the budget allows."""
     chunk_size: int
     is_uncut: bool = False
     """Whether nothing is cut along the batch."""
@@ -147,31 +156,30 @@ class Search:
         self.uncut_facts, self.whole_facts = uncut_facts, whole_facts
         self.sizes = chunk_sizes(facts.num_samples, facts.granule)
         self.num_nodes = len(facts.joint.module.graph.nodes) + _FEW
-        self._layouts: list[Layout] = []
         self._plans: dict[tuple[int, int], Found] = {}
         self._schedules: Known = {}
         self._charged: set[Schedule] = set()
         """What the present question has paid for."""
         self._smallest: Found | None = None
 
-    def layout(self, level: int) -> Layout:
-        """The layout that keeps less and less between phases."""
-        while len(self._layouts) <= level:
-            if not self._layouts:
-                self._layouts.append(make_layout(self.facts))
-            else:
-                before, after = KEEPING[len(self._layouts) - 1], KEEPING[len(self._layouts)]
-                self._layouts.append(keep_less(self._layouts[-1], 1 - after / before))
-        return self._layouts[level]
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout that keeps whatever would be computed again at length."""
+        return make_layout(self.facts)
 
     def plain(self, level: int, size: int) -> Found:
         """The plan for a chunk size, without levers inside its schedules."""
         if (level, size) not in self._plans:
-            plan = make_plan(self.layout(max(0, level)), size, self.streamed, self._schedules)
-            plan = keep_in_files(plan) if level < 0 else plan
-            self._plans[level, size] = plan, project(plan)
+            filed = self.layout.kept if level < 0 else frozenset()
+            self._plans[level, size] = self.made(self.layout, size, filed)
         self._charge(self._plans[level, size][0])
         return self._plans[level, size]
+
+    def made(self, layout: Layout, sizes: int | Sequence[int], filed: frozenset[Item]) -> Found:
+        """The plan of a layout."""
+        plan = make_plan(layout, sizes, self.streamed, self._schedules, filed)
+        self._charge(plan)
+        return plan, project(plan)
 
     def _charge(self, plan: Plan) -> None:
         fresh = [schedule for schedule in plan.schedules if schedule not in self._charged]
@@ -194,15 +202,17 @@ class Search:
         """How a plan of this search was made."""
         if plan.facts is not self.facts:
             return Recipe(0, plan.chunk_size, is_uncut=True)
-        level = next((number for number, layout in enumerate(self._layouts) if layout is plan.layout), 0)
-        return Recipe(-1 if plan.offloaded else level, plan.chunk_size)
+        level = 1 if plan.layout is not self.layout else -1 if plan.offloaded else 0
+        return Recipe(level, plan.chunk_size)
 
     def like(self, recipe: Recipe, allowed: int) -> Found | None:
         """The plan that a recipe from another size makes of this program, if it fits; chunks may be larger."""
         self._charged.clear()
         if recipe.is_uncut:
             return self._shrunk(allowed)
-        if recipe.level and recipe.level not in self._levels:  # To keep everything is always possible.
+        if recipe.level > 0:
+            return next(self._held(allowed), None) if self._can_hold else None
+        if recipe.level not in self._levels:
             return None
         place = next((n for n, size in enumerate(self.sizes) if size <= recipe.chunk_size), len(self.sizes) - 1)
         found = self.plain(recipe.level, self.sizes[place])
@@ -230,12 +240,13 @@ class Search:
         return self._by_eager_kernels(best[0], allowed) if best else None
 
     def _by_eager_kernels(self, found: Found, allowed: int) -> Found:
-        """A plan that leaves the program uncut keeps eager's kernels, if they fit, too: its numbers are eager's."""
+        """A plan that leaves the program uncut keeps eager's kernels, if that fits and takes no longer to speak of."""
         facts = None if found[0].facts is self.facts else self.whole_facts()
         if facts is None:
             return found
         plan = make_plan(make_layout(facts), facts.num_samples)
-        return self._fit(plan, allowed, levers=self.levers - {"region"}) or found
+        same = self._fit(plan, allowed, levers=self.levers - {"region"})
+        return found if same is None or plan_seconds(same[0]) > _ALIKE * plan_seconds(found[0]) else same
 
     @cached_property
     def _uncut(self) -> Plan | None:
@@ -246,7 +257,7 @@ class Search:
     @cached_property
     def _price(self) -> tuple[bool, int]:
         """What cutting costs: whether many values are computed again, and the bytes of those that are kept."""
-        layout = self.layout(0)
+        layout = self.layout
         calls = (node for node in self.facts.joint.module.graph.nodes if node.op == "call_function")
         once = sum(map(layout.catalogue.seconds, calls))
         return layout_seconds(layout) > 1.05 * once, sum(map(layout.catalogue.state_bytes, layout.kept))
@@ -254,7 +265,7 @@ class Search:
     @cached_property
     def _result_bytes(self) -> int:
         """What every plan holds in the end."""
-        return sum(self.layout(0).catalogue.state_bytes(item) for item in self.facts.results if item is not None)
+        return sum(self.layout.catalogue.state_bytes(item) for item in self.facts.results if item is not None)
 
     def _shrunk(self, allowed: int, effort: float = _FIT) -> Found | None:
         """The uncut program within so many bytes, where cutting costs something."""
@@ -274,18 +285,20 @@ class Search:
         return attempt(effort * self.num_nodes, lambda: fit(plan, allowed, levers or self.levers))
 
     def _fitting(self, allowed: int) -> Iterator[Found]:
-        """Plans that fit: the batch as it is, shrunk; then cut, with less and less that crosses phases."""
+        """Plans that fit: the batch as it is, shrunk; then cut, with all that crosses phases kept, or part of it."""
         best = float("inf")
         shrunk = self._shrunk(allowed)
         if shrunk is not None:
             best = plan_seconds(shrunk[0])
             yield shrunk
+        for held in self._held(allowed) if self._can_hold else ():
+            best = min(best, plan_seconds(held[0]))
+            yield held
         for level in self._levels:
-            layout = self.layout(max(0, level))
-            if level >= 0 and kept_bytes(layout, self.streamed) > allowed:
+            if level >= 0 and kept_bytes(self.layout, self.streamed) > allowed:
                 continue  # No chunk size makes room for what this level keeps.
-            if layout_seconds(layout) >= best:
-                return  # The following ones are slower still.
+            if layout_seconds(self.layout) >= best:
+                return
             largest = self._largest_that_fits(level, allowed)
             if largest is not None:
                 yield self.plain(level, self.sizes[largest])
@@ -302,6 +315,72 @@ class Search:
             if found:
                 return
 
+    # Values that are kept between phases, some of them, for some of the time.
+
+    @cached_property
+    def _keeping(self) -> Keeping:
+        return Keeping(self.layout, self._nested[-1], "offload" in self.levers)
+
+    @cached_property
+    def _can_hold(self) -> bool:
+        """Whether phases have something to keep for each other."""
+        return "keep" in self.levers and len(self.layout.stages) > 1
+
+    def _held(self, allowed: int) -> Iterator[Found]:
+        """Plans that keep what is worth its bytes, with the most promising shares for a chunk."""
+        beside = [0] * len(self.layout.stages)
+        first = {share: attempt(self.num_nodes, partial(self._keeping.hold, allowed, share)) for share in CHUNK_SHARES}
+        seconds = {share: self._expected(holding, allowed) for share, holding in first.items() if holding is not None}
+        found: dict[float, float] = {}
+        for share in sorted(seconds, key=seconds.__getitem__)[:_TRIED]:
+            plan = self._held_with(allowed, share, beside)
+            if plan is not None:
+                yield plan
+                found[share] = plan_seconds(plan[0])
+        if found:
+            hold = partial(self._keeping.hold, allowed, min(found, key=found.__getitem__), beside, thorough=True)
+            holding = attempt(_FIT / 3 * self.num_nodes, hold)
+            better = None if holding is None else self._sized(holding, allowed)[0]
+            yield from [] if better is None else [better]
+
+    def _expected(self, holding: Holding, allowed: int) -> float:
+        """About how long a plan that holds this takes, the calls of all its chunks included."""
+        calls = 0.0
+        for computed, load, transient in zip(holding.computed, holding.loads, holding.transients, strict=True):
+            share = min(1.0, max(1 / self.facts.num_samples, (allowed - load) / max(1, transient)))
+            calls += len(computed) / share
+        return holding.seconds + calls * current_rules().call_seconds
+
+    def _held_with(self, allowed: int, share: float, beside: list[int]) -> Found | None:
+        """A plan with so much for the values of a chunk; what phases need `beside` what was expected is learned."""
+        before: Holding | None = None
+        for _ in range(_CORRECTED):
+            holding = self._keeping.hold(allowed, share, beside)
+            if holding is None or self._is_long(holding) or (before is not None and holding.held == before.held):
+                return None
+            found, closest = self._sized(holding, allowed)
+            found = found or self._fit(closest[0], allowed, _FIT / 6)
+            if found is not None:
+                return found
+            before = holding
+            for number, more in enumerate(_unexpected(holding, *closest, allowed)):
+                beside[number] += more
+        return None
+
+    def _sized(self, holding: Holding, allowed: int) -> tuple[Found | None, Found]:
+        """The plan that holds this with the largest chunks that fit, if there is one; and the last one tried."""
+        made = _Made(self, self._keeping.layout_of(holding), self._keeping.filed(holding))
+        needs = [Need(*pair) for pair in zip(holding.loads, holding.transients, strict=True)]
+        return largest_fitting(needs, allowed, self._nested, made), made.last
+
+    def _is_long(self, holding: Holding) -> bool:
+        """Whether a plan that holds this would compute the program many times over."""
+        return sum(map(len, holding.computed)) > _AGAIN * self.num_nodes
+
+    @cached_property
+    def _nested(self) -> list[int]:
+        return nested_sizes(self.facts.num_samples, self.facts.granule) if "chunk" in self.levers else self.sizes[:1]
+
     def _with_small_results(self, level: int, place: int) -> Iterator[Found]:
         """The plan with chunks so small that no result is made of new pages every time, if that is another one."""
         plan = self.plain(level, self.sizes[place])[0]
@@ -313,25 +392,8 @@ class Search:
 
     @cached_property
     def _levels(self) -> list[int]:
-        """How much crosses phases: all of it; all of it in a file (-1); less and less of it, each another layout.
-
-        What keeps so little that values are computed again many times is not tried: it takes as many times as long to
-        plan, and far longer to run.
-        """
-        if not any(stage.kept for stage in self.layout(0).stages):
-            return [0]
-        found = [0, *([-1] if "offload" in self.levers else [])]
-        if "keep" not in self.levers:
-            return found
-        kept = self.layout(0).kept
-        for level in range(1, len(KEEPING)):
-            layout = self.layout(level)
-            if layout.num_items > _AGAIN * self.num_nodes:
-                break
-            if layout.kept != kept:
-                found.append(level)
-                kept = layout.kept
-        return found
+        """How all that crosses phases is kept: in memory, or in files (-1)."""
+        return [0, -1] if self.layout.kept and "offload" in self.levers else [0]
 
     def _largest_that_fits(self, level: int, allowed: int) -> int | None:
         """The place of the largest chunk size that fits as it is."""
@@ -353,7 +415,7 @@ class Search:
 
     def _is_mostly_kept(self, level: int, num_bytes: int) -> bool:
         """Whether what crosses phases is most of so many bytes: then chunk sizes change little."""
-        return level >= 0 and 2 * kept_bytes(self.layout(level), self.streamed) > num_bytes and len(self._levels) > 2
+        return level >= 0 and 2 * kept_bytes(self.layout, self.streamed) > num_bytes and self._can_hold
 
     def _guess(self, level: int, place: int, allowed: int) -> int:
         """The place of the largest chunk size that might fit, if activations are all that scales."""
@@ -378,9 +440,8 @@ class Search:
         def look() -> bool:
             if not self._is_mostly_kept(level, best[0][1].peak_bytes):
                 lower(self.plain(level, self.sizes[0]))  # A single chunk needs no sums beside its values.
-            for other in self._levels[-2:-1]:
-                if other >= 0 and kept_bytes(self.layout(other), self.streamed) < best[0][1].peak_bytes:
-                    lower(self.plain(other, size))
+            if self._can_hold:
+                self._hold_least(best[0][1].peak_bytes, lower)
             self._bisect(best[0][0], lower)
             return True
 
@@ -388,6 +449,20 @@ class Search:
         if not attempt(_SMALLEST * self.num_nodes, look):
             events.count("plan::search cut short")
         return best[0]
+
+    def _hold_least(self, most: int, lower: Callable[[Found], None]) -> None:
+        """Keep as little between phases as this search can, in the smallest chunks."""
+        low, high, least = self._result_bytes, most, None
+        while high - low > max(1, _EXACT * high):
+            allowed = (low + high) // 2
+            holding = attempt(self.num_nodes, partial(self._keeping.hold, allowed, 0.0))
+            if holding is None or self._is_long(holding):
+                low = allowed
+            else:
+                high, least = allowed, holding
+        if least is not None:
+            made = _Made(self, self._keeping.layout_of(least), self._keeping.filed(least))
+            lower(made([self._nested[-1]] * len(self.layout.stages)))
 
     def _bisect(self, plan: Plan, lower: Callable[[Found], None]) -> None:
         """Pull levers on a plan, and on the uncut program, for less and less memory."""
@@ -400,6 +475,30 @@ class Search:
             else:
                 lower(found)
                 high = found[1].peak_bytes
+
+
+class _Made:
+    """Makes the plans of a layout, for chunk sizes by phase."""
+
+    def __init__(self, search: Search, layout: Layout, filed: frozenset[Item]) -> None:
+        self.search, self.layout, self.filed = search, layout, filed
+        self.last: Found
+
+    def __call__(self, sizes: Sequence[int]) -> Found:
+        self.last = self.search.made(self.layout, sizes, self.filed)
+        return self.last
+
+
+def _unexpected(holding: Holding, plan: Plan, projection: Projection, allowed: int) -> list[int]:
+    """By phase that does not fit, by how many bytes it exceeds what was expected of it, or what is allowed."""
+    found = []
+    peaks = zip(projection.peaks[::2], projection.peaks[1::2], strict=False)
+    rows = zip(plan.phases, peaks, holding.loads, holding.transients, strict=True)
+    for phase, (before, within), load, transient in rows:
+        expected = load + transient * phase.chunks[0][1] // plan.facts.num_samples
+        excess, most = max(before, within) - allowed, max(before, within)
+        found.append(max(most - expected, excess + excess // 2) if excess > 0 else 0)
+    return found
 
 
 _EXACT = 0.02

@@ -127,6 +127,13 @@ class Destination(Enum):
     """The chunks' values are merged into one."""
     STREAM = "stream"
     """Each chunk's value is handed out to the caller, who holds one at a time."""
+    KEEP = "keep"
+    """Each chunk's value is held itself, as a piece of the whole value."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether the value itself is still there when the schedule ends."""
+        return self in (Destination.STORE, Destination.KEEP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class _Walk(Projector):
     def consider(
         self, schedule: Schedule, base: int, is_first: bool, section: int, merging: Iterable[Sink] = (), pieces: int = 0
     ) -> None:
-        times = 1 if is_first else self._num_later(schedule)
+        times = 1 if is_first else self._num_later(schedule, section)
         stretch = Stretch(
             self._title(schedule, is_first, section, times), times,
             tuple(_moments(schedule, is_first, self.beside(merging, pieces), self._kind)),
@@ -89,8 +89,8 @@ class _Walk(Projector):
     def _kind(self, sink: Sink) -> str:
         return self.result_kinds.get(self.plan.key_of(sink.key), "merges")
 
-    def _num_later(self, schedule: Schedule) -> int:
-        return sum(stop - start == schedule.chunk for start, stop in self.plan.chunks[1:])
+    def _num_later(self, schedule: Schedule, section: int) -> int:
+        return sum(stop - start == schedule.chunk for start, stop in self.plan.phases[section // 2].chunks[1:])
 
     def _title(self, schedule: Schedule, is_first: bool, section: int, times: int) -> str:
         num_phases = len(self.plan.phases)

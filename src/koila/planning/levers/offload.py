@@ -1,22 +1,18 @@
 """Offload: values that wait in a file (on a CPU) or in the host's memory (on an accelerator), not in memory.
 
-*Takes* steps and plans. *Gives* what it costs to offload a value and fetch it, the steps that do so, the plan whose
-kept values all lie in files, and the room that copies on their way may take.
+*Takes* steps and plans. *Gives* what it costs to offload a value and fetch it, the steps that do so, and the room that
+copies on their way may take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
 from koila.planning.devices import current_rules
 from koila.planning.rates import FRESH, copy_seconds, fresh_bytes
 from koila.planning.step import Kind, Step, Work
-
-if TYPE_CHECKING:
-    from koila.planning.plan import Plan
 
 
 def can_offload(step: Step) -> bool:
@@ -48,12 +44,6 @@ def fetch_step(number: int, step: Step, handle: int, num_bytes: int) -> Step:
         seconds=copy_seconds(num_bytes) + fresh / FRESH, makes_memory=False, holds_operands=True, kind=Kind.FETCH,
         work=work,
     )  # fmt: skip
-
-
-def keep_in_files(plan: Plan) -> Plan:
-    """The plan with everything that is kept between phases in files, or on the host."""
-    kept = frozenset(item for phase in plan.phases for item in phase.kept)
-    return replace(plan, offloaded=kept, fetches=current_rules().type != "cpu")
 
 
 def copying_bytes(plan: Plan, free_bytes: int) -> int:

@@ -19,7 +19,7 @@ from koila.planning.aliasing import Overwrites
 from koila.planning.effort import spend
 from koila.planning.levers.offload import can_offload, fetch_step, offload_seconds, offload_step
 from koila.planning.schedule import Schedule, once_per_schedule
-from koila.planning.step import Destination, Kind, Step
+from koila.planning.step import Kind, Step
 
 _PATIENCE = 6
 """Give up when a schedule has grown this many times."""
@@ -107,7 +107,7 @@ class _Play:
             over = None if fetched else self._written_over(step, rest[1:])
         self.moves.append((Kind.FETCH if fetched else Kind.RUN, value))
         if step.kind is Kind.HAND_ON:
-            if self.schedule.sinks[step.sinks[0]].destination is Destination.STORE:
+            if self.schedule.sinks[step.sinks[0]].destination.stays:
                 self.stored.add(step.operands[0])
             return True
         if over is not None:
@@ -314,6 +314,6 @@ def least_bytes(schedule: Schedule) -> int:
         if step.may_overwrite:
             needed -= set(storages.made_by[step.value])
         found = max(found, step.inside_bytes + sum(storages.num_bytes[storage] for storage in needed))
-        if step.kind is Kind.HAND_ON and schedule.sinks[step.sinks[0]].destination is Destination.STORE:
+        if step.kind is Kind.HAND_ON and schedule.sinks[step.sinks[0]].destination.stays:
             stored.update(storages.of[step.operands[0]])
     return found
