@@ -5,8 +5,8 @@
 A phase is one loop over the chunks. A value that must be whole before others can go on (a barrier) is computed in the
 earliest phase that can; a result that nobody waits for is computed where most of what it needs is computed anyway, so
 that the numerator of a mean does not cost a second forward pass. A Sliced value that two phases need is recomputed,
-unless it is what a barrier reads: that one is kept, and a network of BatchNorm layers costs linear time; `keep_less`
-gives some of them up. These choices are greedy, not optimal.
+unless it is what a barrier reads: that one is kept, and a network of BatchNorm layers costs linear time. Within a byte
+budget `koila.planning.keeping` chooses what is kept instead.
 """
 
 from __future__ import annotations

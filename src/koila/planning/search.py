@@ -3,8 +3,9 @@
 *Takes* facts and a byte budget. *Gives* the fastest plan that fits of those tried, or a `BudgetError` with the smallest
 budget that this search can meet. Same input, same plan.
 
-Larger chunks are tried first as they are, then chunks beyond that with the levers inside a schedule. Not optimal: chunk
-sizes are powers of two and even parts, values between phases are given up by quarters.
+What competes, by its expected seconds: the batch uncut and shrunk by recomputation; all that crosses phases kept, in
+the largest chunks that fit, with the levers inside a schedule beyond that; and only what is worth its bytes kept, from
+one use to the next, with a chunk size for each phase. Not optimal: chunk sizes are powers of two and even parts.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from itertools import pairwise
 
@@ -194,9 +195,16 @@ def against_the_optimum(seed: int) -> list[tuple[float, float]]:
     return found
 
 
+LONG = bool(os.environ.get("KOILA_NIGHTLY"))
+NUM_PROGRAMS = 30 if LONG else 6
+
+
 def test_close_to_the_optimum() -> None:
-    """30 programs, five limits each, against an integer program."""
-    pytest.importorskip("scipy", reason="the integer programs need scipy")
-    ratios = sorted(ratio for seed in range(30) for _, ratio in against_the_optimum(seed))
-    assert len(ratios) > 100 and ratios[0] >= 1 - 1e-9
+    """Some programs (30 in the long form), five limits each, against an integer program."""
+    rows = [(seed, *row) for seed in range(NUM_PROGRAMS) for row in against_the_optimum(seed)]
+    if LONG:
+        print("\nprogram, share of the bytes of holding everything, seconds over the fewest possible")
+        print("\n".join(f"{seed} {share} {ratio:.3f}" for seed, share, ratio in rows))
+    ratios = sorted(ratio for *_, ratio in rows)
+    assert len(ratios) >= 4 * NUM_PROGRAMS and ratios[0] >= 1 - 1e-9
     assert ratios[len(ratios) // 2] <= 1.10 and ratios[-1] <= 1.5, (ratios[len(ratios) // 2], ratios[-5:])

@@ -14,6 +14,9 @@ from koila.planning.devices import current_rules
 from koila.planning.rates import FRESH, copy_seconds, fresh_bytes
 from koila.planning.step import Kind, Step, Work
 
+if TYPE_CHECKING:
+    from koila.planning.plan import Plan
+
 
 def can_offload(step: Step) -> bool:
     """Whether the value of a step can be offloaded: it is one tensor that fills its storage."""
