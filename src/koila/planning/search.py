@@ -12,25 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from koila import events
 from koila._bytes import format_bytes
 from koila.analysis.split import Facts, Item
 from koila.errors import BudgetError
-from koila.planning.devices import current_rules
 from koila.planning.effort import attempt, spend
-from koila.planning.holding import Holding
-from koila.planning.keeping import Keeping
+from koila.planning.held_plans import HeldPlans
 from koila.planning.levers.shrink import LEVERS, shrink
-from koila.planning.peak import Projection, peak_alone, project
+from koila.planning.peak import peak_alone, project
 from koila.planning.phases import Layout, make_layout
 from koila.planning.plan import Known, Phase, Plan, make_plan, stream_source
 from koila.planning.rates import LARGE
 from koila.planning.schedule import Schedule
-from koila.planning.sizing import Need, largest_fitting, nested_sizes
-
-Found = tuple[Plan, Projection]
+from koila.planning.sizing import Found, nested_sizes
 
 
 def chunk_sizes(num_samples: int, granule: int) -> list[int]:
@@ -101,12 +97,6 @@ def fit(plan: Plan, allowed: int, levers: frozenset[str] = LEVERS) -> Found | No
 
 ALL = LEVERS | {"chunk", "keep"}
 """The levers that need no file."""
-CHUNK_SHARES = (0.02, 0.05, 0.12, 0.3)
-"""The shares of a budget that the values of one chunk may take, beside what is kept between phases."""
-_TRIED = 2
-"""Plans are made for so many of them."""
-_CORRECTED = 4
-"""So many times what is kept is chosen anew because a plan needs more than was expected."""
 
 
 def kept_bytes(layout: Layout, streamed: bool = False) -> int:
@@ -127,8 +117,6 @@ _FIND, _FIT, _SMALLEST = 16, 6, 12
 """Steps for each node of a program that a search, one plan in it, and the search for the smallest plan may do."""
 _ALIKE = 1.1
 """Plans whose expected seconds differ less may take the same time."""
-_AGAIN = 6
-"""How many times the items of a program a plan may compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +200,7 @@ class Search:
         if recipe.is_uncut:
             return self._shrunk(allowed)
         if recipe.level > 0:
-            return next(self._held(allowed), None) if self._can_hold else None
+            return next(self._held.within(allowed), None) if self._held else None
         if recipe.level not in self._levels:
             return None
         place = next((n for n, size in enumerate(self.sizes) if size <= recipe.chunk_size), len(self.sizes) - 1)
@@ -292,7 +280,7 @@ class Search:
         if shrunk is not None:
             best = plan_seconds(shrunk[0])
             yield shrunk
-        for held in self._held(allowed) if self._can_hold else ():
+        for held in self._held.within(allowed) if self._held else ():
             best = min(best, plan_seconds(held[0]))
             yield held
         for level in self._levels:
@@ -316,71 +304,14 @@ class Search:
             if found:
                 return
 
-    # Values that are kept between phases, some of them, for some of the time.
-
     @cached_property
-    def _keeping(self) -> Keeping:
-        return Keeping(self.layout, self._nested[-1], "offload" in self.levers)
-
-    @cached_property
-    def _can_hold(self) -> bool:
-        """Whether phases have something to keep for each other."""
-        return "keep" in self.levers and len(self.layout.stages) > 1
-
-    def _held(self, allowed: int) -> Iterator[Found]:
-        """Plans that keep what is worth its bytes, with the most promising shares for a chunk."""
-        beside = [0] * len(self.layout.stages)
-        first = {share: attempt(self.num_nodes, partial(self._keeping.hold, allowed, share)) for share in CHUNK_SHARES}
-        seconds = {share: self._expected(holding, allowed) for share, holding in first.items() if holding is not None}
-        found: dict[float, float] = {}
-        for share in sorted(seconds, key=seconds.__getitem__)[:_TRIED]:
-            plan = self._held_with(allowed, share, beside)
-            if plan is not None:
-                yield plan
-                found[share] = plan_seconds(plan[0])
-        if found:
-            hold = partial(self._keeping.hold, allowed, min(found, key=found.__getitem__), beside, thorough=True)
-            holding = attempt(_FIT / 3 * self.num_nodes, hold)
-            better = None if holding is None else self._sized(holding, allowed)[0]
-            yield from [] if better is None else [better]
-
-    def _expected(self, holding: Holding, allowed: int) -> float:
-        """About how long a plan that holds this takes, the calls of all its chunks included."""
-        calls = 0.0
-        for computed, load, transient in zip(holding.computed, holding.loads, holding.transients, strict=True):
-            share = min(1.0, max(1 / self.facts.num_samples, (allowed - load) / max(1, transient)))
-            calls += len(computed) / share
-        return holding.seconds + calls * current_rules().call_seconds
-
-    def _held_with(self, allowed: int, share: float, beside: list[int]) -> Found | None:
-        """A plan with so much for the values of a chunk; what phases need `beside` what was expected is learned."""
-        before: Holding | None = None
-        for _ in range(_CORRECTED):
-            holding = self._keeping.hold(allowed, share, beside)
-            if holding is None or self._is_long(holding) or (before is not None and holding.held == before.held):
-                return None
-            found, closest = self._sized(holding, allowed)
-            found = found or self._fit(closest[0], allowed, _FIT / 6)
-            if found is not None:
-                return found
-            before = holding
-            for number, more in enumerate(_unexpected(holding, *closest, allowed)):
-                beside[number] += more
-        return None
-
-    def _sized(self, holding: Holding, allowed: int) -> tuple[Found | None, Found]:
-        """The plan that holds this with the largest chunks that fit, if there is one; and the last one tried."""
-        made = _Made(self, self._keeping.layout_of(holding), self._keeping.filed(holding))
-        needs = [Need(*pair) for pair in zip(holding.loads, holding.transients, strict=True)]
-        return largest_fitting(needs, allowed, self._nested, made), made.last
-
-    def _is_long(self, holding: Holding) -> bool:
-        """Whether a plan that holds this would compute the program many times over."""
-        return sum(map(len, holding.computed)) > _AGAIN * self.num_nodes
-
-    @cached_property
-    def _nested(self) -> list[int]:
-        return nested_sizes(self.facts.num_samples, self.facts.granule) if "chunk" in self.levers else self.sizes[:1]
+    def _held(self) -> HeldPlans | None:
+        """The plans that keep some values between phases; None if there is nothing to keep."""
+        if "keep" not in self.levers or len(self.layout.stages) < 2:
+            return None
+        sizes = nested_sizes(self.facts.num_samples, self.facts.granule) if "chunk" in self.levers else self.sizes[:1]
+        fit = lambda plan, allowed: self._fit(plan, allowed, _FIT / 6)  # noqa: E731
+        return HeldPlans(self.layout, sizes, self.num_nodes, "offload" in self.levers, self.made, fit)
 
     def _with_small_results(self, level: int, place: int) -> Iterator[Found]:
         """The plan with chunks so small that no result is made of new pages every time, if that is another one."""
@@ -416,7 +347,7 @@ class Search:
 
     def _is_mostly_kept(self, level: int, num_bytes: int) -> bool:
         """Whether what crosses phases is most of so many bytes: then chunk sizes change little."""
-        return level >= 0 and 2 * kept_bytes(self.layout, self.streamed) > num_bytes and self._can_hold
+        return level >= 0 and 2 * kept_bytes(self.layout, self.streamed) > num_bytes and self._held is not None
 
     def _guess(self, level: int, place: int, allowed: int) -> int:
         """The place of the largest chunk size that might fit, if activations are all that scales."""
@@ -441,8 +372,9 @@ class Search:
         def look() -> bool:
             if not self._is_mostly_kept(level, best[0][1].peak_bytes):
                 lower(self.plain(level, self.sizes[0]))  # A single chunk needs no sums beside its values.
-            if self._can_hold:
-                self._hold_least(best[0][1].peak_bytes, lower)
+            least = self._held.least(self._result_bytes, best[0][1].peak_bytes) if self._held else None
+            if least is not None:
+                lower(least)
             self._bisect(best[0][0], lower)
             return True
 
@@ -450,20 +382,6 @@ class Search:
         if not attempt(_SMALLEST * self.num_nodes, look):
             events.count("plan::search cut short")
         return best[0]
-
-    def _hold_least(self, most: int, lower: Callable[[Found], None]) -> None:
-        """Keep as little between phases as this search can, in the smallest chunks."""
-        low, high, least = self._result_bytes, most, None
-        while high - low > max(1, _EXACT * high):
-            allowed = (low + high) // 2
-            holding = attempt(self.num_nodes, partial(self._keeping.hold, allowed, 0.0))
-            if holding is None or self._is_long(holding):
-                low = allowed
-            else:
-                high, least = allowed, holding
-        if least is not None:
-            made = _Made(self, self._keeping.layout_of(least), self._keeping.filed(least))
-            lower(made([self._nested[-1]] * len(self.layout.stages)))
 
     def _bisect(self, plan: Plan, lower: Callable[[Found], None]) -> None:
         """Pull levers on a plan, and on the uncut program, for less and less memory."""
@@ -476,30 +394,6 @@ class Search:
             else:
                 lower(found)
                 high = found[1].peak_bytes
-
-
-class _Made:
-    """Makes the plans of a layout, for chunk sizes by phase."""
-
-    def __init__(self, search: Search, layout: Layout, filed: frozenset[Item]) -> None:
-        self.search, self.layout, self.filed = search, layout, filed
-        self.last: Found
-
-    def __call__(self, sizes: Sequence[int]) -> Found:
-        self.last = self.search.made(self.layout, sizes, self.filed)
-        return self.last
-
-
-def _unexpected(holding: Holding, plan: Plan, projection: Projection, allowed: int) -> list[int]:
-    """By phase that does not fit, by how many bytes it exceeds what was expected of it, or what is allowed."""
-    found = []
-    peaks = zip(projection.peaks[::2], projection.peaks[1::2], strict=False)
-    rows = zip(plan.phases, peaks, holding.loads, holding.transients, strict=True)
-    for phase, (before, within), load, transient in rows:
-        expected = load + transient * phase.chunks[0][1] // plan.facts.num_samples
-        excess, most = max(before, within) - allowed, max(before, within)
-        found.append(max(most - expected, excess + excess // 2) if excess > 0 else 0)
-    return found
 
 
 _EXACT = 0.02
