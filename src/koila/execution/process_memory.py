@@ -25,7 +25,7 @@ from koila.planning.decide import Decision
 HEAP_SHARE = 4 / 3
 """How much larger a heap is than what is alive in it, in most programs: a default budget counts on it."""
 LARGEST_HEAP_SHARE = 1.6
-"""How much larger it was at the most in `./scripts/bench process`."""
+"""How much larger it was in most runs of `./scripts/bench process`; single ones came to twice as much."""
 SMALL_BYTES = 8 << 20
 """Runs that need less than this are not looked at: no heap grows large by them."""
 _AS_IT_IS = nullcontext()

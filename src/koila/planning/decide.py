@@ -213,7 +213,7 @@ def _split(job: Job, cut: Cut, reasons: tuple[str, ...]) -> Decision:
 def _reasons(job: Job, cut: Cut) -> tuple[str, ...]:
     plan, found = cut.plan, []
     if plan.chunk_size < plan.facts.num_samples:
-        found.append(f"chunks of {plan.chunk_size}: the largest with which the fastest plan found fits")
+        found.append(f"chunks of {plan.sizes_text}: the largest with which the fastest plan found fits")
     again = sum(plan.recomputed.values())
     if again:
         found.append(f"{again} calls computed again per chunk: cheaper than the bytes of their values")

@@ -67,7 +67,7 @@ class Plan:
 
     layout: Layout
     chunk_size: int
-    """Samples per chunk in the phases with the largest chunks; the last chunk may have fewer."""
+    """Samples per chunk, in the phases with the smallest chunks; the last chunk may have fewer."""
     phases: tuple[Phase, ...]
     after: Schedule
     """What runs after the last loop."""
@@ -93,6 +93,12 @@ class Plan:
         """The chunks of the phase with the most of them."""
         most = max((phase.chunks for phase in self.phases), key=len, default=())
         return most or chunks(self.facts.num_samples, self.chunk_size)
+
+    @property
+    def sizes_text(self) -> str:
+        """The chunk size, or the smallest and the largest of those that phases have."""
+        largest = max((phase.chunks[0][1] for phase in self.phases if phase.chunks), default=self.chunk_size)
+        return f"{self.chunk_size}" if largest <= self.chunk_size else f"{self.chunk_size} to {largest}"
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -177,9 +183,7 @@ class Plan:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
-        sizes = sorted({phase.chunks[0][1] for phase in self.phases if phase.chunks}) or [self.chunk_size]
-        size = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        lines = [f"{len(self.chunks)} chunks of {size} of {self.facts.num_samples} samples"]
+        lines = [f"{len(self.chunks)} chunks of {self.sizes_text} of {self.facts.num_samples} samples"]
         if not self.phases:
             lines = [f"all {self.facts.num_samples} samples at once: {len(self.after.steps)} steps"]
         for number, phase in enumerate(self.phases):
@@ -283,7 +287,7 @@ def make_plan(
 
     pairs = enumerate(zip(layout.stages, sizes, strict=True))
     phases = tuple(phase(number, stage, size) for number, (stage, size) in pairs)
-    size = max(sizes) if sizes else chunk_size if isinstance(chunk_size, int) else layout.facts.num_samples
+    size = min(sizes) if sizes else chunk_size if isinstance(chunk_size, int) else layout.facts.num_samples
     fetches = bool(offloaded) and current_rules().type != "cpu"
     return Plan(layout, size, phases, section(len(layout.sections) - 1), offloaded, fetches, source is not None)
 
