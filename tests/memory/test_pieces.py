@@ -1,4 +1,4 @@
-"""Values that are held between phases, in pieces: chunk sizes that differ from phase to phase, and values held again."""
+"""Values held between phases, in pieces: chunk sizes that differ from phase to phase, and values that are held again."""
 
 from __future__ import annotations
 
