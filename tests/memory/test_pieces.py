@@ -1,4 +1,4 @@
-"""Values held between phases, in pieces: chunk sizes that differ from phase to phase, and values that are held again."""
+"""Values that are held between phases, in pieces: chunk sizes that differ by phase, and values that are held again."""
 
 from __future__ import annotations
 
