@@ -18,8 +18,8 @@ from koila.planning.catalogue import value_bytes
 from koila.planning.devices import current_rules
 from koila.planning.effort import spend
 from koila.planning.holding import Holding, Loop, Problem, Value, hold
-from koila.planning.levers.offload import offload_seconds
 from koila.planning.phases import Layout, hold_layout
+from koila.planning.rates import offload_seconds
 
 
 class Keeping:

@@ -18,9 +18,9 @@ from koila._torch import OpOverload
 from koila.analysis.split import Facts, Item
 from koila.planning.cost import schedule_seconds
 from koila.planning.devices import current_rules
-from koila.planning.levers.offload import offload_seconds
 from koila.planning.patterns import patterns_of
 from koila.planning.phases import Layout, Stage, key_of
+from koila.planning.rates import offload_seconds
 from koila.planning.schedule import Schedule
 from koila.planning.step import Kind, Sink
 

@@ -27,3 +27,9 @@ def copy_seconds(num_bytes: int) -> float:
 def fresh_bytes(num_bytes: int) -> int:
     """How many bytes of a result are made of new pages every time: all of it, or nothing."""
     return num_bytes if num_bytes >= LARGE and current_rules().has_pages else 0
+
+
+def offload_seconds(num_bytes: int) -> float:
+    """What it costs to offload so many bytes and to fetch them again."""
+    rules = current_rules()
+    return 2 * num_bytes / rules.offload_rate + 10 * rules.call_seconds

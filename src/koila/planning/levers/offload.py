@@ -23,12 +23,6 @@ def can_offload(step: Step) -> bool:
     return len(step.places) == 1 and step.fills_storage and not step.is_view
 
 
-def offload_seconds(num_bytes: int) -> float:
-    """What it costs to offload so many bytes and to fetch them again."""
-    rules = current_rules()
-    return 2 * num_bytes / rules.offload_rate + 10 * rules.call_seconds
-
-
 def offload_step(number: int, step: Step, value: int, num_bytes: int) -> Step:
     """The step that offloads the value that `step` gave and that now has the number `value`; it gives a handle."""
     work: Work | None = None if step.work is None else step.work.offloaded()

@@ -17,7 +17,8 @@ from math import inf
 
 from koila.planning.aliasing import Overwrites
 from koila.planning.effort import spend
-from koila.planning.levers.offload import can_offload, fetch_step, offload_seconds, offload_step
+from koila.planning.levers.offload import can_offload, fetch_step, offload_step
+from koila.planning.rates import offload_seconds
 from koila.planning.schedule import Schedule, once_per_schedule
 from koila.planning.step import Kind, Step
 
