@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from koila.execution.inner import places_of, real_gradients
 from koila.execution.jobs import Pending, Task, accumulating, decision_of, devices_of, held_bytes, task_for
 from koila.execution.out_of_memory import note_failure, retried_once, run_until_it_fits
 from koila.execution.prepared import Question, question_of
-from koila.execution.process_memory import kept_small
+from koila.execution.process_memory import run_kept_small
 from koila.execution.repetition import Repetition, repetition_of
 from koila.execution.results import run_split, stream_split
 from koila.execution.seeds import Given, given_seeds, seeds_of
@@ -249,8 +250,8 @@ class Engine:
         noted.follows = retain_graph is None and was_bound_last(repetition.inputs())
         mark = runs.begin()
         try:
-            with kept_small(run.decision, run.devices[0]):
-                repetition.carry_out(None if retain_graph is None else lambda: request_of(lazy._held, retain_graph))
+            request = None if retain_graph is None else lambda: request_of(lazy._held, retain_graph)
+            run_kept_small(run.decision, run.devices[0], lambda: repetition.carry_out(request))
         except BaseException as error:
             if isinstance(error, Exception) and is_out_of_memory(error):
                 note_failure(error)
@@ -274,11 +275,8 @@ class Engine:
             self._run(task, noted, () if request is None else given_seeds(request), failed=True)
 
     def _run(self, task: Task, noted: Step, seeds: Given = (), failed: bool = False) -> None:
-
-        def run(decision: Decision) -> None:
-            with kept_small(decision, task.job.device):
-                self._carry_out(task, decision, noted, seeds)
-
+        carry_out = lambda decision: self._carry_out(task, decision, noted, seeds)  # noqa: E731
+        run = lambda decision: run_kept_small(decision, task.job.device, partial(carry_out, decision))  # noqa: E731
         try:
             if task.is_plain:
                 decision = decide(task.job)

@@ -11,8 +11,8 @@ shrink again. If memory runs out in the heap all the same, the decision runs wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
@@ -28,18 +28,19 @@ LARGEST_HEAP_SHARE = 1.6
 """How much larger it was in most runs of `./scripts/bench process`; single ones came to twice as much."""
 SMALL_BYTES = 8 << 20
 """Runs that need less than this are not looked at: no heap grows large by them."""
-_AS_IT_IS = nullcontext()
 _have_run: WeakSet[Decision] = WeakSet()
 """Decisions whose primitives and code are there."""
 _not_in_heap: WeakSet[Decision] = WeakSet()
 """Decisions for which the heap was once too small."""
 
 
-def kept_small(decision: Decision, device: torch.device) -> AbstractContextManager[None]:
-    """Run a decision inside of this: where a limit binds, the process grows by little more than what is alive."""
+def run_kept_small(decision: Decision, device: torch.device, run: Callable[[], None]) -> None:
+    """Run a decision: where a limit binds, the process grows by little more than what is alive."""
     if device.type == "cpu" and (decision.budget.process or _is_near_limit(decision)):
-        return _from_system(decision)
-    return _AS_IT_IS
+        with _from_system(decision):
+            run()
+    else:
+        run()  # Nothing follows it: an interrupt after a commit would find nothing to take back.
 
 
 def _is_near_limit(decision: Decision) -> bool:

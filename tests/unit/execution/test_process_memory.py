@@ -13,7 +13,7 @@ import koila
 from koila import _malloc
 from koila._budget import Budget
 from koila.execution import out_of_memory, process_memory
-from koila.execution.process_memory import kept_small, try_without_heap
+from koila.execution.process_memory import run_kept_small, try_without_heap
 from koila.ir.job import Wanted
 from koila.planning.decide import Decision
 from koila.planning.peak import Projection
@@ -56,8 +56,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
 def run(made: Decision, entered: list[int], device: torch.device = CPU) -> bool:
     """Whether the allocator is another one while a decision runs; afterwards it is as before."""
     entered.clear()
-    with kept_small(made, device):
-        inside = list(entered)
+    inside: list[int] = []
+    run_kept_small(made, device, lambda: inside.extend(entered))
     assert sum(entered) == 0
     return inside == [1]
 
@@ -90,10 +90,14 @@ def test_a_heap_is_used_while_it_fits(entered: list[int], process: Process) -> N
     assert not run(made, entered)
 
 
+def _fail() -> None:
+    raise MemoryError("all of it")
+
+
 def test_a_first_run_that_failed_is_no_run(entered: list[int]) -> None:
     made = decision(LIMITED)
-    with pytest.raises(MemoryError, match="all of it"), kept_small(made, CPU):
-        raise MemoryError("all of it")
+    with pytest.raises(MemoryError, match="all of it"):
+        run_kept_small(made, CPU, _fail)
     assert entered == [1, -1]
     assert run(made, entered)
 
