@@ -154,13 +154,16 @@ print(koila.structural_hash(loss))
 """
 
 
-def test_a_hash_is_the_same_in_every_process(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(HASHED, {})
-    here = capsys.readouterr().out
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
+def _hash_elsewhere(seed: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", HASHED]
-    there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert len(here.strip()) == 32 and here == there
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_hash_is_the_same_in_every_process() -> None:
+    """Of fresh ones: modes of PyTorch count, and other tests may have left some of them otherwise."""
+    here, there = map(_hash_elsewhere, ("7", "8"))
+    assert len(here) == 32 and here == there
 
 
 @pytest.mark.parametrize(
