@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from koila.planning.levers.offload import can_offload, offload_seconds
+from koila.planning.levers.offload import can_offload
 from koila.planning.levers.order import reorder
 from koila.planning.levers.recompute import least_bytes, recompute
 from koila.planning.peak import peak_alone, peak_of
+from koila.planning.rates import offload_seconds
 from koila.planning.schedule import Schedule
 from koila.planning.step import Kind
 from tests.unit.planning.lists import STORE, Draft, best_order, gather, merge, simulated_peak
