@@ -66,10 +66,10 @@ pytestmark = pytest.mark.usefixtures("process")
 
 
 def test_a_first_run_under_a_limit_takes_large_blocks_from_the_system(entered: list[int]) -> None:
-    made = decision(LIMITED)
+    made = decision(LIMITED, 160)
     assert run(made, entered)
     assert not run(made, entered)
-    assert run(decision(LIMITED), entered)
+    assert run(decision(LIMITED, 160), entered)
 
 
 def test_a_heap_that_was_too_small_is_not_used_again(entered: list[int]) -> None:
@@ -84,10 +84,21 @@ def test_a_heap_that_was_too_small_is_not_used_again(entered: list[int]) -> None
 def test_a_heap_is_used_while_it_fits(entered: list[int], process: Process) -> None:
     made = decision(LIMITED, 200)
     run(made, entered)
-    process.growth_bytes, process.held_back_bytes = 19 * MIB, 300 * MIB
+    process.growth_bytes, process.held_back_bytes = 200 * MIB, 299 * MIB
     assert run(made, entered)
-    process.growth_bytes = 20 * MIB
+    process.held_back_bytes = 300 * MIB
     assert not run(made, entered)
+
+
+def test_what_the_heap_cannot_return_is_used(entered: list[int], process: Process) -> None:
+    made = decision(LIMITED, 200)
+    run(made, entered)
+    assert try_without_heap(made)
+    process.growth_bytes, process.held_back_bytes = 60 * MIB, 180 * MIB
+    assert not run(made, entered) and not run(decision(LIMITED, 100), entered)
+    assert run(decision(LIMITED, 60), entered)
+    process.held_back_bytes = 30 * MIB
+    assert run(made, entered)
 
 
 def _fail() -> None:
@@ -109,11 +120,11 @@ def test_a_budget_for_the_process_holds_for_every_run(entered: list[int]) -> Non
 
 @pytest.mark.parametrize("budget", [Budget(), Budget(allowed_bytes=100), Budget(is_default=True), Budget(chunk_size=1)])
 def test_nothing_changes_where_no_limit_binds(budget: Budget, entered: list[int]) -> None:
-    assert not run(decision(budget), entered)
+    assert not run(decision(budget, 160), entered)
 
 
 def test_a_named_budget_near_the_limit(entered: list[int]) -> None:
-    near, far = (decision(Budget(allowed_bytes=900 * MIB), mebibytes) for mebibytes in (251, 249))
+    near, far = (decision(Budget(allowed_bytes=900 * MIB), mebibytes) for mebibytes in (161, 159))
     assert not run(far, entered)
     assert run(near, entered) and run(near, entered)
 
