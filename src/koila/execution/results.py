@@ -15,6 +15,7 @@ import torch
 
 from koila import events
 from koila.analysis.trace import Joint
+from koila.execution.labels import label_error
 from koila.execution.offload import offload_in
 from koila.execution.split_run import CompiledPlan, run_chunked, stream_chunked
 from koila.ir.graph import Graph
@@ -64,7 +65,10 @@ def run_split(
     started = time.perf_counter()
     room_bytes = 0 if decision.projection is None else decision.projection.copying_bytes
     with offload_in(decision.budget.offload, room_bytes):
-        values = run_chunked(code, graph, inputs_of(joint, graph, seeds, before), phase_seconds)
+        try:
+            values = run_chunked(code, graph, inputs_of(joint, graph, seeds, before), phase_seconds)
+        except (RuntimeError, IndexError) as error:
+            raise label_error(graph, error) or error from None
     events.emit(events.RunEnd(time.perf_counter() - started, len(plan.chunks)))
     first = joint.num_outputs
     last = first + len(joint.wrt)
