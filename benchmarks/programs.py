@@ -507,7 +507,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 }
 
 
-def make(name: str) -> Program:
+def make(name: str, seed: int = 0) -> Program:
     """A program, from a seed."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return PROGRAMS[name]()

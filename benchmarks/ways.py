@@ -28,6 +28,10 @@ from koila.planning.workspace import workspace_bytes
 Step = Callable[[], torch.Tensor]
 
 
+OFFLOAD = "koila offload"
+"""The kind of a budget that may put values into files."""
+
+
 @dataclass(frozen=True)
 class Way:
     """How a step runs: a kind and its number, a budget in bytes or a size."""
@@ -35,9 +39,14 @@ class Way:
     kind: str
     number: float | None = None
 
+    @property
+    def is_koila(self) -> bool:
+        """Whether the number is a budget."""
+        return self.kind in ("koila", OFFLOAD)
+
     def __str__(self) -> str:
-        if self.kind == "koila":
-            return f"koila {(self.number or 0) / 2**20:.1f} MiB"
+        if self.is_koila:
+            return f"{self.kind} {(self.number or 0) / 2**20:.1f} MiB"
         return self.kind if self.number is None else f"{self.kind} {self.number:g}"
 
 
@@ -58,8 +67,8 @@ def peers(program: Program, compiled: bool) -> list[Way]:
 
 def step_of(program: Program, way: Way) -> Step:
     """The step, forward and backward; it returns the loss or the output."""
-    if way.kind == "koila":
-        return lambda: _koila(program, int(way.number or 0))
+    if way.is_koila:
+        return lambda: _koila(program, int(way.number or 0), way.kind == OFFLOAD)
     if way.kind == "micro-batch":
         return lambda: _micro_batches(program, int(way.number or 1))
     if way.kind == "linear_cross_entropy":
@@ -81,14 +90,15 @@ def _backward(program: Program, loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _koila(program: Program, allowed_bytes: int) -> torch.Tensor:
-    batch = koila.lazy(*program.batch, budget=allowed_bytes)
-    batch = batch if isinstance(batch, tuple) else (batch,)
-    result = program.step(batch)
-    if program.is_training:
-        result.backward()
-        return result
-    return koila.run(result)
+def _koila(program: Program, allowed_bytes: int, offload: bool) -> torch.Tensor:
+    with koila.budget(allowed_bytes, offload=offload):
+        batch = koila.lazy(*program.batch)
+        batch = batch if isinstance(batch, tuple) else (batch,)
+        result = program.step(batch)
+        if program.is_training:
+            result.backward()
+            return result
+        return koila.run(result)
 
 
 def _micro_batches(program: Program, size: int) -> torch.Tensor:
@@ -185,9 +195,10 @@ class Peaks:
 class Subject:
     """A program in this process, with eager's gradients to compare with."""
 
-    def __init__(self, name: str) -> None:
-        torch.set_num_threads(1)
-        self.program = make(name)
+    def __init__(self, name: str, num_threads: int = 1, seed: int = 0) -> None:
+        torch.set_num_threads(num_threads)
+        self.name, self.num_threads = name, num_threads
+        self.program = make(name, seed)
         self.dtype = next(self.program.model.parameters()).dtype
         self.expected = self._numbers(step_of(self.program, Way("eager")))
         self._exact: list[torch.Tensor] | None = None
@@ -205,6 +216,26 @@ class Subject:
     def eager_error(self) -> float:
         """How far eager's own gradients are from those in float64."""
         return differences(self.expected, self.exact())[0]
+
+    @cached_property
+    def eager_errors(self) -> list[float]:
+        """The same for other weights and data: rounding decides near ties of a maximum, and sometimes decides much."""
+        return [Subject(self.name, self.num_threads, seed).eager_error for seed in OTHER_SEEDS]
+
+    def difference_in_float64(self, way: Way) -> float:
+        """How far a way is from eager if both calculate in float64; its budget is for values twice as large, or the
+        least that suffices: some workspaces grow by more.
+        """
+        expected = self.exact()
+        own, self.program = self.program, in_float64(self.program)
+        wide = replace(way, number=2 * (way.number or 0)) if way.is_koila else way
+        try:
+            found = self._numbers(step_of(self.program, wide))
+        except koila.BudgetError as error:
+            found = self._numbers(step_of(self.program, replace(way, number=error.needed_bytes)))
+        self.program = own
+        own.model.to(self.dtype)
+        return differences(found, expected)[0]
 
     def peaks(self, way: Way) -> Peaks | Refusal:
         """Measure a way; the first step fills caches and is not measured."""
@@ -229,7 +260,7 @@ class Subject:
         with StorageTracker() as tracker:
             kept = step()
         del kept
-        projected = getattr(self._report(), "projected_bytes", None) if way.kind == "koila" else None
+        projected = getattr(self._report(), "projected_bytes", None) if way.is_koila else None
         return Peaks(watch.peak_bytes, tracker.peak_bytes, projected, difference, worst, exact)
 
     def hidden(self, way: Way) -> str:
@@ -259,6 +290,7 @@ class Subject:
         return None if report is None else report()
 
 
+OTHER_SEEDS = range(1, 6)
 CLOSE = 1e-5
 """Gradients this close to eager's need no further question. oneDNN's float32 convolutions of a part of the batch are
 3.5e-6 away from those of the whole, by hand as well."""
@@ -282,9 +314,9 @@ def in_float64(program: Program) -> Program:
     return replace(program, batch=batch, leaves=tuple(wide.values()))
 
 
-def time_ratios(name: str, ways: list[Way], rounds: int) -> dict[str, tuple[float, float]]:
+def time_ratios(name: str, ways: list[Way], rounds: int, num_threads: int) -> dict[str, tuple[float, float]]:
     """Median seconds of each way and of their ratios to eager's step of the same round, interleaved."""
-    subject = Subject(name)
+    subject = Subject(name, num_threads)
     steps = {str(way): step_of(subject.program, way) for way in (Way("eager"), *ways)}
     seconds: dict[str, list[float]] = {way: [] for way in steps}
     for number in range(rounds + 1):
