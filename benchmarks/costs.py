@@ -56,9 +56,23 @@ def bytes_per_second() -> dict[str, float]:
         "softmax": 8 * rows.numel() / best_seconds(lambda: rows.log_softmax(-1)),
         "norm": 8 * rows.numel() / best_seconds(lambda: F.layer_norm(rows, (2048,))),
         "batch_norm": 2 * size / best_seconds(lambda: F.batch_norm(x, None, None, scale, shift, training=True)),
-        "pool": 1.25 * size / best_seconds(lambda: F.max_pool2d(x, 2)),
+        "pool": 1.75 * size / best_seconds(lambda: F.max_pool2d(x, 2, return_indices=True)),
+        "indices_backward": 3.5 * size / best_seconds(_pool_backward(x)),
+        "var": size / best_seconds(lambda: torch.var_mean(x, (0, 2, 3))),
+        "std": size / best_seconds(lambda: x.std((0, 2, 3))),
+        "upsample": 5 * size / best_seconds(lambda: F.interpolate(x, scale_factor=2, mode="bilinear")),
+        "cum": 2 * size / best_seconds(lambda: x.cumsum(0)),
+        "sort": 4 * size / best_seconds(lambda: x.sort(-1)),
+        "topk": 1.75 * size / best_seconds(lambda: x.topk(6)),
+        "argm": size / best_seconds(lambda: x.argmax(1)),
         "": 8 * rows.numel() / best_seconds(lambda: rows[order]),
     }
+
+
+def _pool_backward(x: torch.Tensor) -> Callable[[], object]:
+    found, places = F.max_pool2d(x, 2, return_indices=True)
+    given = ([2, 2], [2, 2], [0, 0], [1, 1], False, places)
+    return lambda: aten.max_pool2d_with_indices_backward.default(found, x, *given)
 
 
 def main() -> None:
@@ -68,7 +82,7 @@ def main() -> None:
         for kind, rate in flops_per_second().items():
             print(f"| GFLOP/s, {kind or 'matrix products'} | {FLOPS[kind] / 1e9:.0f} | {rate / 1e9:.0f} |")
         for kind, rate in bytes_per_second().items():
-            print(f"| GB/s, {kind or 'others'} | {BYTES[kind] / 1e9:.0f} | {rate / 1e9:.1f} |")
+            print(f"| GB/s, {kind or 'others'} | {BYTES[kind] / 1e9:g} | {rate / 1e9:.1f} |")
         fresh = best_seconds(lambda: torch.empty(LARGE, dtype=torch.uint8).fill_(1))
         print(f"| GB/s of new pages | {FRESH / 1e9:.1f} | {LARGE / fresh / 1e9:.1f} |")
         one = torch.ones(1)

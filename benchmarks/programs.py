@@ -279,7 +279,7 @@ def cnn_batchnorm() -> Program:
 
 
 def resnet18_batchnorm() -> Program:
-    return _classifier(resnet([2, 2, 2, 2], 32, nn.BatchNorm2d, False), 32, 96, False)
+    return _classifier(resnet([2, 2, 2, 2], 32, nn.BatchNorm2d, False), 128, 96, False)
 
 
 class Inverted(nn.Module):

@@ -65,7 +65,7 @@ class HeldPlans:
                 found[share] = plan[0].seconds
         if found:
             hold = partial(self.keeping.hold, allowed, min(found, key=found.__getitem__), beside, thorough=True)
-            holding = attempt(2 * self.num_nodes, hold)
+            holding = attempt(4 * self.num_nodes, hold)
             better = None if holding is None else self._sized(holding, allowed)[0]
             yield from [] if better is None else [better]
 

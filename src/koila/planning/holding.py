@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import inf
 from random import Random
 
-from koila.planning.effort import spend
+from koila.planning.effort import attempt, spend
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +358,40 @@ def _take_back(state: _State, rng: Random | None = None) -> None:
         changed = changed and rng is None
 
 
+def _exchange(state: _State, effort: float) -> _State:
+    """Hold, instead of others, the values that take the most seconds to compute again; what is faster stays.
+
+    Each is held from the first to the last loop that computes it. Letting go one by one does not find this: while a
+    large value is held, what is made of it is cheap, and while that is not held, the large value is read often.
+    """
+    best = state
+
+    def look() -> None:
+        nonlocal best
+        for value in _dearest(state):
+            other = best.copy()
+            for stay in other.repeats():
+                if stay.value == value:
+                    other.take_back(stay)
+            other.prune()
+            if _let_go(other) and other.total_seconds < best.total_seconds * (1 - _NOTHING):
+                best = other
+
+    attempt(effort * len(state.values), look)
+    if best is not state:
+        best.prune()
+        _take_back(best)
+    return best
+
+
+def _dearest(state: _State) -> list[int]:
+    """The values that are computed again, those first that cost most time."""
+    lost: dict[int, float] = {}
+    for stay in state.repeats():
+        lost[stay.value] = lost.get(stay.value, 0.0) + state.price(stay)
+    return sorted(lost, key=lost.__getitem__, reverse=True)
+
+
 def _improve(state: _State) -> _State:
     """Let some values go and fill the room anew, again and again; what is faster stays."""
     rng = Random(len(state.values))
@@ -377,6 +411,8 @@ def _improve(state: _State) -> _State:
 
 _TRIES, _MOST_TRIES = 3_000, 80
 """How often that is tried, for each value of a program, and at the most."""
+_EXCHANGED, _QUICKLY = 4.0, 0.5
+"""How much of that is done, for each value of a program, thoroughly and quickly."""
 _NOTHING = 1e-9
 """A difference of seconds that comes from rounding."""
 _LOOK = 0.05
@@ -402,4 +438,5 @@ def hold(problem: Problem, thorough: bool = True) -> Holding | None:
         return None
     state.prune()
     _take_back(state)
+    state = _exchange(state, _EXCHANGED if thorough else _QUICKLY)
     return (_improve(state) if thorough else state).answer()
