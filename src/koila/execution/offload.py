@@ -1,13 +1,18 @@
 """Offload: values that wait in a file (on a CPU) or in the host's memory (on an accelerator), not where they are used.
 
-*Takes* tensors. *Gives* handles, and the tensors again. The file has no name and is gone with the handle; the system
-writes it out while the run goes on. Copies from and to an accelerator are those of `koila.execution.copies`.
+*Takes* tensors. *Gives* handles, and the tensors again. A file has no name; the system writes it out while the run goes
+on. It serves the next value that fits into it, and the next run of the same plan: new pages of a file cost eight times
+as much as writing to pages that are there. The files are gone with the plan. Copies from and to an accelerator are those
+of `koila.execution.copies`.
 """
 
 from __future__ import annotations
 
 import mmap
+import operator
 import tempfile
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,11 +23,49 @@ from koila._scopes import Scopes
 from koila.execution.copies import Copies, HostCopy
 
 
+class Files:
+    """The mapped files of a plan: those that nobody uses wait for the next value."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, int, str | None, mmap.mmap]] = []
+        """(length, the run that used it last, directory, memory)."""
+        self._lock = threading.Lock()
+        self._run = 0
+
+    def take(self, length: int, directory: str | None) -> memoryview:
+        """Memory for so many bytes, in a file; it is free again when nobody holds it any more."""
+        with self._lock:
+            fitting = [each for each in self._free if length <= each[0] <= 2 * length and each[2] == directory]
+            if fitting:
+                found = min(fitting, key=operator.itemgetter(0))
+                self._free.remove(found)
+                memory = found[3]
+            else:
+                memory = _mapped(length, directory)
+        view = memoryview(memory)
+        # Appending needs no lock: whoever drops the last tensor may hold it.
+        ended = weakref.finalize(view, self._free.append, (len(memory), self._run, directory, memory))
+        ended.atexit = False
+        return view
+
+    def end_run(self) -> None:
+        """Let go of the files that this run had no use for."""
+        with self._lock:
+            self._free[:] = [each for each in self._free if each[1] == self._run]
+            self._run += 1
+
+
+def _mapped(length: int, directory: str | None) -> mmap.mmap:
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.truncate(length)
+        return mmap.mmap(file.fileno(), length)
+
+
 class _Offloading:
     """Where the values of one run wait."""
 
-    def __init__(self, directory: str | None = None, room_bytes: int = 0) -> None:
-        self.directory, self._room_bytes = directory, room_bytes
+    def __init__(self, directory: str | None = None, room_bytes: int = 0, files: Files | None = None) -> None:
+        self.directory, self._room_bytes, self.files = directory, room_bytes, files or Files()
         self._copies: dict[torch.device, Copies] = {}
 
     def copies(self, device: torch.device) -> Copies:
@@ -33,6 +76,7 @@ class _Offloading:
     def finish(self) -> None:
         for copies in self._copies.values():
             copies.finish()
+        self.files.end_run()
 
 
 _runs = Scopes[_Offloading]("offloading")
@@ -45,9 +89,15 @@ def _current() -> _Offloading:
 
 
 @contextmanager
-def offload_in(directory: str | None, room_bytes: int = 0) -> Iterator[None]:
-    """A scope in which files are made in that directory, and copies on their way hold so much of an accelerator."""
-    run = _Offloading(directory, room_bytes)
+def offload_in(directory: str | None, room_bytes: int = 0, files: Files | None = None) -> Iterator[None]:
+    """A scope in which files are made in that directory, and copies on their way hold so much of an accelerator.
+
+    Args:
+        directory: None is the system's own place for temporary files.
+        room_bytes: What copies may hold.
+        files: Those of earlier runs of the same plan.
+    """
+    run = _Offloading(directory, room_bytes, files)
     with _runs.inside(run):
         try:
             yield
@@ -57,13 +107,11 @@ def offload_in(directory: str | None, room_bytes: int = 0) -> Iterator[None]:
 
 def empty_in_file(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor whose memory is a file."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-    length = extent * dtype.itemsize
-    with tempfile.TemporaryFile(dir=_current().directory) as file:
-        file.truncate(max(length, 1))
-        memory = mmap.mmap(file.fileno(), max(length, 1))
-    flat = torch.frombuffer(memory, dtype=dtype, count=extent) if extent else torch.empty(0, dtype=dtype)
-    return flat.as_strided(tuple(shape), tuple(stride))
+    if 0 in shape:
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+    extent, run = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)), _current()
+    memory = run.files.take(extent * dtype.itemsize, run.directory)
+    return torch.frombuffer(memory, dtype=dtype, count=extent).as_strided(tuple(shape), tuple(stride))
 
 
 def offload(value: torch.Tensor) -> Any:

@@ -64,7 +64,7 @@ def run_split(
     events.emit(events.RunStart(name, num_calls, decision.num_samples, plan.chunk_size, len(plan.phases)))
     started = time.perf_counter()
     room_bytes = 0 if decision.projection is None else decision.projection.copying_bytes
-    with offload_in(decision.budget.offload, room_bytes):
+    with offload_in(decision.budget.offload, room_bytes, code.files):
         try:
             values = run_chunked(code, graph, inputs_of(joint, graph, seeds, before), phase_seconds)
         except (RuntimeError, IndexError) as error:

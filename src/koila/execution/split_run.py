@@ -18,7 +18,7 @@ from koila.analysis.split import Facts, Item
 from koila.analysis.trace import Slot, slot_values
 from koila.analysis.types import Merged, Sliced, store_chunk
 from koila.execution.codegen import Loop, compile_schedule
-from koila.execution.offload import Pieces, empty_in_file
+from koila.execution.offload import Files, Pieces, empty_in_file
 from koila.execution.pieces import Held
 from koila.ir.ambient import without_autocast
 from koila.ir.draws import Source
@@ -47,6 +47,8 @@ class CompiledPlan:
         self.projected_bytes: int | None = None
         """What the run will allocate at its peak, where a byte budget asked for it."""
         self.projection: Projection | None = None
+        self.files = Files()
+        """Where values wait that its runs offload."""
         self._loops: dict[Schedule, Loop] = {}
 
     def code(self, schedule: Schedule) -> Loop:

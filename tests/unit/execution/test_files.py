@@ -1,0 +1,78 @@
+"""Files in which values wait: used again while they serve, never by two values at once, gone with their plan."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+
+from koila.execution.offload import Files, empty_in_file, offload_in
+
+SHAPE, STRIDE = (8, 16), (16, 1)
+
+
+def value(number: float) -> torch.Tensor:
+    return empty_in_file(SHAPE, STRIDE, torch.float32).fill_(number)
+
+
+def test_a_file_serves_the_next_value_and_the_next_run() -> None:
+    files = Files()
+    places = set[int]()
+    for _ in range(3):
+        with offload_in(None, files=files):
+            for number in range(4):
+                made = value(number)
+                places.add(made.data_ptr())
+                assert made.eq(number).all()
+                del made
+    assert len(places) == 1
+
+
+def test_values_that_live_at_once_have_files_of_their_own() -> None:
+    with offload_in(None, files=Files()):
+        made = [value(number) for number in range(4)]
+        view = made[1][2:]
+        made[1] = value(9.0)  # The view holds the file of what was there.
+        again = value(7.0)
+        for number, each in enumerate(made):
+            assert each.eq(9.0 if number == 1 else number).all()
+        assert view.eq(1.0).all() and again.eq(7.0).all()
+
+
+def test_a_file_is_not_taken_for_a_value_that_is_much_smaller_or_larger() -> None:
+    with offload_in(None, files=Files()):
+        place = value(1.0).data_ptr()
+        held = [empty_in_file(shape, (1,), torch.float32) for shape in ((10,), (129,))]
+        assert place not in [each.data_ptr() for each in held]
+        assert empty_in_file((100,), (1,), torch.float32).data_ptr() == place
+
+
+def test_what_a_run_has_no_use_for_is_let_go() -> None:
+    files = Files()
+    with offload_in(None, files=files):
+        value(1.0)
+        empty_in_file((1000,), (1,), torch.float32)
+    assert len(files._free) == 2
+    with offload_in(None, files=files):
+        value(2.0)
+    assert len(files._free) == 1
+
+
+def test_files_are_gone_with_their_plan() -> None:
+    files = Files()
+    with offload_in(None, files=files):
+        memory = weakref.ref(files.take(100, None))
+        kept = value(3.0)
+    gone = weakref.ref(files)
+    del files
+    gc.collect()
+    assert memory() is None and kept.eq(3.0).all()
+    del kept
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_waits_in_no_file() -> None:
+    with offload_in(None, files=Files()):
+        assert empty_in_file((0, 3), (3, 1), torch.float64).shape == (0, 3)
