@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 import koila
-from benchmarks import memory, record, scale
+from benchmarks import curve, memory, record, scale
 from benchmarks.process import run as process
 from koila.planning.tracker import StorageTracker
 from tests.models import Task, gradient_bytes, language, vision
@@ -110,6 +110,7 @@ def measure_accelerator(arguments: list[str]) -> None:
 MEASUREMENTS: dict[str, Callable[[list[str]], None]] = {
     "chunks": measure_chunks,
     "accelerator": measure_accelerator,
+    "curve": curve.main,
     "memory": memory.main,
     "process": process.main,
     "record": record.main,

@@ -652,3 +652,19 @@ def test_a_budget_that_refused_what_had_to_run_before_a_write_is_the_error() -> 
     assert found.value.allowed_bytes == 4000
     recorder.forget()
     same_as_eager(program, chunks=(), in_bytes=True)
+
+
+@pytest.mark.semantics("S17")
+@pytest.mark.parametrize("size", SIZES)
+def test_orders_of_a_norm_have_formulas_of_their_own(size: int | None) -> None:
+    """A program built from the traces of other orders took the formula of 2.5 for that of infinity."""
+    given = randn(5)
+    given[2] = 0
+    for order in (3.5, 2.5, float("inf"), -3.5, -2.5, float("-inf"), 2.0, 1.0, 0.5, 0.7, 3.0, 1.5, 1.7, 1.2):
+        found = []
+        for lazy in (lambda x: x, koila.lazy):
+            weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
+            with koila.budget(chunk_size=size) if size else nullcontext():
+                torch.linalg.norm(lazy(given) * weight, order).backward()
+            found.append(weight.grad)
+        torch.testing.assert_close(*found, equal_nan=True, rtol=1e-12, atol=1e-12)

@@ -2,8 +2,8 @@
 
 *Takes* tensors. *Gives* handles, and the tensors again. A file has no name; the system writes it out while the run goes
 on. It serves the next value that fits into it, and the next run of the same plan: new pages of a file cost eight times
-as much as writing to pages that are there. The files are gone with the plan. Copies from and to an accelerator are those
-of `koila.execution.copies`.
+as much as writing to pages that are there. The files are gone with the plan. Copies from and to an accelerator are
+those of `koila.execution.copies`.
 """
 
 from __future__ import annotations

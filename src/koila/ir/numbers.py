@@ -8,6 +8,7 @@ strides of the leaves, the numbers among the arguments, the sizes of every resul
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from math import floor, isfinite
 from typing import Any
 
 import torch
@@ -100,8 +101,17 @@ def _is_number(static: Any) -> bool:
 
 def _shape_of_static(static: Any) -> Any:
     if _is_number(static):
-        return static[0]
+        return _range(static[1]) if static[0] is float else int
     return (torch.Size, len(static)) if type(static) is torch.Size else static
+
+
+def _range(number: float) -> Hashable:
+    """What a float has in common with those for which PyTorch's formulas are the same: the gradient of a norm has one
+    of its own for orders below one, up to two, above two, for whole ones and for infinite ones.
+    """
+    if not isfinite(number) or number == int(number):
+        return float, str(number)
+    return float, max(-2, min(3, floor(number)))
 
 
 def _numbers_in(static: Any) -> Sequence[Number]:

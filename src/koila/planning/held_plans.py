@@ -13,7 +13,7 @@ from functools import partial
 from koila.analysis.split import Item
 from koila.planning.devices import current_rules
 from koila.planning.effort import attempt
-from koila.planning.holding import Holding
+from koila.planning.holding import THOROUGH, Holding
 from koila.planning.keeping import Keeping
 from koila.planning.peak import Projection
 from koila.planning.phases import Layout
@@ -64,7 +64,7 @@ class HeldPlans:
                 yield plan
                 found[share] = plan[0].seconds
         if found:
-            hold = partial(self.keeping.hold, allowed, min(found, key=found.__getitem__), beside, thorough=True)
+            hold = partial(self.keeping.hold, allowed, min(found, key=found.__getitem__), beside, effort=THOROUGH)
             holding = attempt(4 * self.num_nodes, hold)
             better = None if holding is None else self._sized(holding, allowed)[0]
             yield from [] if better is None else [better]
@@ -74,7 +74,7 @@ class HeldPlans:
         least: Holding | None = None
         while high - low > max(1, _EXACT * high):
             allowed = (low + high) // 2
-            holding = attempt(self.num_nodes, partial(self.keeping.hold, allowed, 0.0))
+            holding = attempt(self.num_nodes, partial(self.keeping.hold, allowed, 0.0, effort=0.0))
             if holding is None or self._is_long(holding):
                 low = allowed
             else:

@@ -22,6 +22,9 @@ from random import Random
 
 from koila.planning.effort import attempt, spend
 
+QUICK, THOROUGH = 0.5, 4.0
+"""How long to look for something faster than the first choice."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -411,20 +414,18 @@ def _improve(state: _State) -> _State:
 
 _TRIES, _MOST_TRIES = 3_000, 80
 """How often that is tried, for each value of a program, and at the most."""
-_EXCHANGED, _QUICKLY = 4.0, 0.5
-"""How much of that is done, for each value of a program, thoroughly and quickly."""
 _NOTHING = 1e-9
 """A difference of seconds that comes from rounding."""
 _LOOK = 0.05
 """What it takes to look at a value, measured by what it takes to build a step of a schedule."""
 
 
-def hold(problem: Problem, thorough: bool = True) -> Holding | None:
+def hold(problem: Problem, effort: float = THOROUGH) -> Holding | None:
     """What to hold within the allowed bytes, as fast as this search finds it; None if even nothing is too much.
 
     Args:
         problem: What can be held.
-        thorough: Whether to try other choices at random; it takes several times as long.
+        effort: How long to look for something faster, measured by the number of values; `QUICK`, `THOROUGH`, or 0.
 
     >>> heavy, light = Value(seconds=1.0, num_bytes=100), Value((0,), seconds=0.1, num_bytes=100)
     >>> loops = Loop((1,)), Loop((2,)), Loop((3,))
@@ -438,5 +439,6 @@ def hold(problem: Problem, thorough: bool = True) -> Holding | None:
         return None
     state.prune()
     _take_back(state)
-    state = _exchange(state, _EXCHANGED if thorough else _QUICKLY)
-    return (_improve(state) if thorough else state).answer()
+    if effort:
+        state = _exchange(state, effort)
+    return (_improve(state) if effort >= THOROUGH else state).answer()

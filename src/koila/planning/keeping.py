@@ -17,7 +17,7 @@ from koila.analysis.types import OPAQUE, Sliced
 from koila.planning.catalogue import value_bytes
 from koila.planning.devices import current_rules
 from koila.planning.effort import spend
-from koila.planning.holding import Holding, Loop, Problem, Value, hold
+from koila.planning.holding import QUICK, Holding, Loop, Problem, Value, hold
 from koila.planning.phases import Layout, hold_layout
 from koila.planning.rates import offload_seconds
 
@@ -60,7 +60,7 @@ class Keeping:
             now -= sum(state_bytes(item) for item in layout.frees[2 * number + 1] if item in targets)
         return found
 
-    def hold(self, allowed: int, share: float, beside: Sequence[int] = (), thorough: bool = False) -> Holding | None:
+    def hold(self, allowed: int, share: float, beside: Sequence[int] = (), effort: float = QUICK) -> Holding | None:
         """What to hold within so many bytes; `beside` are those that each phase needs more than is known here."""
         spend(len(self.items) / 4)
         more = beside or [0] * len(self.fixed_bytes)
@@ -69,7 +69,7 @@ class Keeping:
             Loop(tuple(self.numbers[item] for item in stage.targets), fixed + further) for stage, fixed, further in rows
         )
         smallest = self.smallest_chunk / max(1, self.facts.num_samples)
-        return hold(Problem(self.values, loops, allowed, smallest, share), thorough)
+        return hold(Problem(self.values, loops, allowed, smallest, share), effort)
 
     def layout_of(self, holding: Holding) -> Layout:
         """The layout that holds this."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from koila.planning.holding import Holding, Loop, Problem, Value, hold
+from koila.planning.holding import Holding, Loop, Problem, Value, _exchange, _State, _Stay, hold
 
 
 def check(problem: Problem, found: Holding) -> None:
@@ -97,6 +97,22 @@ def test_views_are_not_held_but_what_they_show_is() -> None:
     found = hold(problem)
     assert found is not None and found.held[0] == {0}
     check(problem, found)
+
+
+def test_a_value_is_held_instead_of_what_it_is_made_of() -> None:
+    """A large value is held and a small one made of it in every loop: one exchange, which no single step leads to."""
+    values = Value((), 1.0, 40), Value((0,), 1.0, 10), *(Value((1,), 0.1, 1) for _ in range(6))
+    problem = Problem(values, tuple(Loop((number,)) for number in range(2, 8)), 45, share=0.0)
+    state = _State(problem)
+    for border in range(5):
+        state.end(_Stay(1, border, border))
+        state.take_back(_Stay(0, border, border))
+    state.prune()
+    assert all(0 in held and 1 not in held for held in state.held[:5])
+    assert state.total_seconds == pytest.approx(1.0 + 6 * 1.1)
+    found = _exchange(state, 100.0).answer()
+    check(problem, found)
+    assert found.seconds == pytest.approx(2.0 + 6 * 0.1) and all(held == {1} for held in found.held[:5])
 
 
 def random_problem(seed: int) -> Problem:
