@@ -12,6 +12,7 @@ from torch import nn
 import koila
 from koila.analysis.types import Sliced
 from koila.execution.pieces import Held
+from koila.planning.holding import QUICK, THOROUGH
 from koila.planning.keeping import Keeping
 from koila.planning.peak import project
 from koila.planning.phases import make_layout
@@ -86,7 +87,7 @@ def test_whatever_is_held_the_numbers_are_the_same(make: Callable[[], torch.Tens
     keeping, num_bytes = Keeping(layout, 1, with_files=False), project(make_plan(layout, 1)).peak_bytes
     layouts = set[int]()
     for percent in range(100, 10, -5):
-        holding = keeping.hold(num_bytes * percent // 100, 0.05, thorough=percent % 2 == 0)
+        holding = keeping.hold(num_bytes * percent // 100, 0.05, effort=THOROUGH if percent % 2 == 0 else QUICK)
         if holding is None:
             break
         layouts.add(sum(map(len, holding.computed)))

@@ -54,7 +54,7 @@ class DeviceRules:
 
 
 CPU = DeviceRules(
-    "cpu", value_bytes=384, runs_cpu_kernels=True, multiplies_halves=False, has_pages=True, call_seconds=5e-6,
+    "cpu", value_bytes=384, runs_cpu_kernels=True, multiplies_halves=False, has_pages=True, call_seconds=1e-5,
     byte_speed=1.0, flop_speed=1.0, offload_rate=4e9,
 )  # fmt: skip
 """Products of half precision ask the processor itself: `koila.planning.half_products`."""
