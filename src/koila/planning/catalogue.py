@@ -206,6 +206,11 @@ def _tensors(item: Item) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor) and each.layout == torch.strided]
 
 
+def lies_in_operand(target: Any) -> bool:
+    """Whether the result of a call lies in the memory of an operand, or may."""
+    return not isinstance(target, OpOverload) or target.is_view or target is torch.ops.aten.reshape.default
+
+
 def value_bytes(item: Item) -> int:
     """The bytes of a whole value."""
     return sum(_block_bytes(tensor.numel() * tensor.element_size()) for tensor in _tensors(item))

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-import torch
-
-from koila._torch import OpOverload
 from koila.analysis.split import Item
 from koila.analysis.types import OPAQUE, Sliced
-from koila.planning.catalogue import value_bytes
+from koila.planning.catalogue import lies_in_operand, value_bytes
 from koila.planning.devices import current_rules
 from koila.planning.effort import spend
 from koila.planning.holding import QUICK, Holding, Loop, Problem, Value, hold
@@ -83,5 +80,4 @@ class Keeping:
 def _is_view(item: Item) -> bool:
     """Whether an item lies in the memory of another one, or may."""
     maker = item.operands[0].node if item.kind == "part" else item.node
-    target = maker.target
-    return not isinstance(target, OpOverload) or target.is_view or target is torch.ops.aten.reshape.default
+    return lies_in_operand(maker.target)

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
-from koila._torch import OpOverload
 from koila.analysis.split import Facts, Item
+from koila.planning.catalogue import lies_in_operand
 from koila.planning.cost import schedule_seconds
 from koila.planning.devices import current_rules
 from koila.planning.patterns import patterns_of
@@ -137,12 +135,12 @@ class Plan:
         for number, phase in enumerate(self.phases):
             kept = self.layout.kept_before(2 * number)
             for item in phase.stage.items:
-                if item.kind == "chunk" and item not in kept and not _is_view(item.node.target):
+                if item.kind == "chunk" and item not in kept and not lies_in_operand(item.node.target):
                     found.update([str(item.node.target)] if item in seen else [])
                     seen.add(item)
         once = [schedule for phase in self.phases for schedule in phase.schedules[:2]]
         for step in (step for schedule in (*once, self.after) for step in schedule.steps if step.is_repeat):
-            found.update([] if _is_view(step.work.target) else [step.work.label])
+            found.update([] if lies_in_operand(step.work.target) else [step.work.label])
         return found
 
     @cached_property
@@ -220,10 +218,6 @@ def chunks(num_samples: int, chunk_size: int) -> tuple[tuple[int, int], ...]:
     ((0, 2), (2, 4), (4, 5))
     """
     return tuple((start, min(start + chunk_size, num_samples)) for start in range(0, num_samples, chunk_size))
-
-
-def _is_view(target: Any) -> bool:
-    return not isinstance(target, OpOverload) or target.is_view or target is torch.ops.aten.reshape.default
 
 
 def stream_source(layout: Layout) -> Item | None:
