@@ -336,8 +336,8 @@ def progress(names: list[str]) -> Iterable[str]:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench memory", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(PROGRAMS), help="these programs only", metavar="NAME")
-    parser.add_argument("--quick", action="store_true", help="one round of times, two peers, no budgets of peers")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of interleaved steps for the times; 0: none")
+    parser.add_argument("--quick", action="store_true", help="two peers, no budgets of peers, one round of times")
+    parser.add_argument("--rounds", type=int, help="rounds of interleaved steps for the times; 0: none, by default 3")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
     parser.add_argument("--compile", action="store_true", help="torch.compile with activation_memory_budget, too")
     parser.add_argument("--into", type=Path, default=RESULTS, help="the folder for the results")
@@ -348,7 +348,7 @@ def main(arguments: list[str]) -> None:
     before = [Cell(**row) for row in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
     done = {name: [cell for cell in before if cell.program == name] for name in PROGRAMS}
     not_run = [] if given.compile else ["torch.compile with activation_memory_budget (`--compile`)"]
-    rounds = min(1, given.rounds) if given.quick else given.rounds
+    rounds = given.rounds if given.rounds is not None else 1 if given.quick else 3
     for name in progress(names):
         done[name] = cells_of(name, rounds, given.compile, given.quick, given.threads)
         # Written after each program: a run that is cut short keeps what it has.
