@@ -170,15 +170,18 @@ def cells_of(name: str, rounds: int, compiled: bool, quick: bool, num_threads: i
         reason = " ".join(str(error).split())[-300:]
         return [Cell(name, "all", "all", "all", None, verdict=f"failed: {reason}")]
     found = [Cell(**row) for row in measured]
-    if not rounds:
-        return found
+    return timed(name, found, rounds, num_threads) if rounds else found
+
+
+def timed(name: str, found: list[Cell], rounds: int, num_threads: int) -> list[Cell]:
+    """The cells of a program with times, measured in a subprocess."""
     runnable = [cell for cell in found if cell.outside_bytes is not None and cell.kind != "eager"]
     ways = list({cell.way: [cell.kind, _number(cell)] for cell in runnable}.values())
     try:
         times = call_outside("benchmarks.memory:measure_times", name, ways, rounds, num_threads, hook=False)
     except WitnessError as error:
         times = {}
-        found.append(Cell(name, "times", "all", "times", None, verdict=f"failed: {str(error)[-300:]}"))
+        found = [*found, Cell(name, "times", "all", "times", None, verdict=f"failed: {str(error)[-300:]}")]
     return [Cell(**{**asdict(cell), **_times(times.get(cell.way))}) for cell in found]
 
 
@@ -232,7 +235,8 @@ def markdown(cells: list[Cell], not_run: list[str], num_threads: int) -> str:
         f"Written by `./scripts/bench memory`; {machine(num_threads)}. Peaks in MiB above the state before the step, "
         "gradients included: outside by the malloc hook, inside by the storage tracker. Difference: of gradients from "
         "eager's, normwise; above 1e-5 they must be as close to those of float64 as eager's own are, for these data "
-        "or, if they are exact in float64, for others. Time: ratio to eager's step, interleaved.",
+        "or, if they are exact in float64, for others. Time: ratio to eager's step, interleaved; "
+        f"{'CPU time' if num_threads == 1 else 'by the clock'}.",
     ]
     for name in names:
         lines += ["", f"## {name}", ""]
@@ -338,6 +342,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--only", nargs="+", choices=list(PROGRAMS), help="these programs only", metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="two peers, no budgets of peers, one round of times")
     parser.add_argument("--rounds", type=int, help="rounds of interleaved steps for the times; 0: none, by default 3")
+    parser.add_argument("--times", action="store_true", help="the times alone, of what is in the results already")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
     parser.add_argument("--compile", action="store_true", help="torch.compile with activation_memory_budget, too")
     parser.add_argument("--into", type=Path, default=RESULTS, help="the folder for the results")
@@ -350,7 +355,10 @@ def main(arguments: list[str]) -> None:
     not_run = [] if given.compile else ["torch.compile with activation_memory_budget (`--compile`)"]
     rounds = given.rounds if given.rounds is not None else 1 if given.quick else 3
     for name in progress(names):
-        done[name] = cells_of(name, rounds, given.compile, given.quick, given.threads)
+        if given.times:
+            done[name] = timed(name, done[name], rounds, given.threads)
+        else:
+            done[name] = cells_of(name, rounds, given.compile, given.quick, given.threads)
         # Written after each program: a run that is cut short keeps what it has.
         cells = [cell for own in done.values() for cell in own]
         path.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n", encoding="utf-8")

@@ -315,16 +315,19 @@ def in_float64(program: Program) -> Program:
 
 
 def time_ratios(name: str, ways: list[Way], rounds: int, num_threads: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of each way and of their ratios to eager's step of the same round, interleaved."""
-    subject = Subject(name, num_threads)
+    """Median seconds of each way and of their ratios to eager's step of the same round, interleaved.
+
+    With one thread, CPU time: work beside it disturbs that least.
+    """
+    subject, clock = Subject(name, num_threads), time.process_time if num_threads == 1 else time.perf_counter
     steps = {str(way): step_of(subject.program, way) for way in (Way("eager"), *ways)}
     seconds: dict[str, list[float]] = {way: [] for way in steps}
     for number in range(rounds + 1):
         for way, step in steps.items():
             subject.reset()
-            started = time.perf_counter()
+            started = clock()
             result = step()
-            taken = time.perf_counter() - started
+            taken = clock() - started
             del result
             if number:  # The first round plans and fills caches.
                 seconds[way].append(taken)
