@@ -315,24 +315,24 @@ def in_float64(program: Program) -> Program:
 
 
 def time_ratios(name: str, ways: list[Way], rounds: int, num_threads: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of each way and of their ratios to eager's step of the same round, interleaved.
+    """Median seconds of each way and of their ratios to eager's steps, each right after one of the way.
 
-    With one thread, CPU time: work beside it disturbs that least.
+    One way after the other: only the plans of a few budgets stay in the caches. With one thread, CPU time: work beside
+    it disturbs that least.
     """
     subject, clock = Subject(name, num_threads), time.process_time if num_threads == 1 else time.perf_counter
-    steps = {str(way): step_of(subject.program, way) for way in (Way("eager"), *ways)}
-    seconds: dict[str, list[float]] = {way: [] for way in steps}
-    for number in range(rounds + 1):
-        for way, step in steps.items():
-            subject.reset()
-            started = clock()
-            result = step()
-            taken = clock() - started
-            del result
-            if number:  # The first round plans and fills caches.
-                seconds[way].append(taken)
-    eager = seconds["eager"]
-    return {
-        way: (median(own), median(mine / theirs for mine, theirs in zip(own, eager, strict=True)))
-        for way, own in seconds.items()
-    }
+
+    def seconds(step: Step) -> float:
+        subject.reset()
+        started = clock()
+        result = step()
+        taken = clock() - started
+        del result
+        return taken
+
+    eager, found = step_of(subject.program, Way("eager")), dict[str, tuple[float, float]]()
+    for way in (Way("eager"), *ways):
+        step = step_of(subject.program, way)
+        pairs = [(seconds(step), seconds(eager)) for _ in range(rounds + 2)][2:]  # The first ones plan and fill caches.
+        found[str(way)] = median(own for own, _ in pairs), median(own / theirs for own, theirs in pairs)
+    return found
