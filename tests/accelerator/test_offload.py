@@ -12,6 +12,8 @@ import torch
 import koila
 from koila import events
 from koila.execution.copies import Copies
+from koila.ir.cache import clear_all
+from koila.planning import cut
 from tests.accelerator import sim
 from tests.accelerator.trial import Outcome, assert_kept, distance, step
 
@@ -21,6 +23,16 @@ def eager(name: str) -> Outcome:
     return step(name)
 
 
+@pytest.fixture
+def nothing_held_for_a_while(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Searches that keep all between phases or nothing: else a small program finds a way without the host."""
+    clear_all()
+    monkeypatch.setattr(cut, "ALL", cut.ALL - {"keep"})
+    yield
+    clear_all()
+
+
+@pytest.mark.usefixtures("nothing_held_for_a_while")
 @pytest.mark.parametrize("copies", [nullcontext, sim.asynchronous], ids=["at once", "late"])
 @pytest.mark.parametrize("share", [0.3, 0.25])
 def test_values_between_phases_come_back_as_they_were(share: float, copies: type) -> None:
@@ -47,6 +59,7 @@ def test_values_inside_a_chunk_come_back_as_they_were(copies: type) -> None:
     assert distance(found, eager("gpt")) < 1e-10
 
 
+@pytest.mark.usefixtures("nothing_held_for_a_while")
 def test_copies_go_beside_the_kernels_and_ahead_of_them() -> None:
     """With room for two copies, chunks come back before they are asked for; nothing is read before it is there."""
     races = sim.counts()["races"]
