@@ -89,24 +89,16 @@ def _peak(subject: Subject) -> int:
 def _ratios(subject: Subject, budgets: list[int], rounds: int, clock: Callable[[], float]) -> list[float | None]:
     """The time of a step at each budget, over that of eager's steps before and after it."""
     eager, found = step_of(subject.program, Way("eager")), list[float | None]()
-
-    def seconds(step: Callable[[], Any]) -> float:
-        subject.reset()
-        started = clock()
-        kept = step()
-        taken = clock() - started
-        del kept
-        return taken
-
     for allowed in budgets:
         step = step_of(subject.program, Way("koila", allowed))
         try:
-            seconds(step)
+            subject.seconds(step, clock)
         except koila.BudgetError:
             found.append(None)
             continue
-        seconds(step)
-        found.append(median(seconds(step) / seconds(eager) for _ in range(rounds)))
+        subject.seconds(step, clock)
+        pairs = ((subject.seconds(step, clock), subject.seconds(eager, clock)) for _ in range(rounds))
+        found.append(median(own / theirs for own, theirs in pairs))
     return found
 
 

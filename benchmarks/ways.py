@@ -276,6 +276,15 @@ class Subject:
         gc.collect()
         torch.manual_seed(1)
 
+    def seconds(self, step: Step, clock: Callable[[], float]) -> float:
+        """How long a step takes by a clock."""
+        self.reset()
+        started = clock()
+        result = step()
+        taken = clock() - started
+        del result
+        return taken
+
     def _numbers(self, step: Step) -> list[torch.Tensor]:
         self.reset()
         result = step()
@@ -321,18 +330,10 @@ def time_ratios(name: str, ways: list[Way], rounds: int, num_threads: int) -> di
     it disturbs that least.
     """
     subject, clock = Subject(name, num_threads), time.process_time if num_threads == 1 else time.perf_counter
-
-    def seconds(step: Step) -> float:
-        subject.reset()
-        started = clock()
-        result = step()
-        taken = clock() - started
-        del result
-        return taken
-
     eager, found = step_of(subject.program, Way("eager")), dict[str, tuple[float, float]]()
     for way in (Way("eager"), *ways):
         step = step_of(subject.program, way)
-        pairs = [(seconds(step), seconds(eager)) for _ in range(rounds + 2)][2:]  # The first ones plan and fill caches.
+        pairs = [(subject.seconds(step, clock), subject.seconds(eager, clock)) for _ in range(rounds + 2)]
+        pairs = pairs[2:]  # The first ones plan and fill caches.
         found[str(way)] = median(own for own, _ in pairs), median(own / theirs for own, theirs in pairs)
     return found

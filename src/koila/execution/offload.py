@@ -65,7 +65,7 @@ class _Offloading:
     """Where the values of one run wait."""
 
     def __init__(self, directory: str | None = None, room_bytes: int = 0, files: Files | None = None) -> None:
-        self.directory, self._room_bytes, self.files = directory, room_bytes, files or Files()
+        self.directory, self._room_bytes, self.files = directory, room_bytes, files
         self._copies: dict[torch.device, Copies] = {}
 
     def copies(self, device: torch.device) -> Copies:
@@ -76,7 +76,8 @@ class _Offloading:
     def finish(self) -> None:
         for copies in self._copies.values():
             copies.finish()
-        self.files.end_run()
+        if self.files is not None:
+            self.files.end_run()
 
 
 _runs = Scopes[_Offloading]("offloading")
@@ -95,7 +96,7 @@ def offload_in(directory: str | None, room_bytes: int = 0, files: Files | None =
     Args:
         directory: None is the system's own place for temporary files.
         room_bytes: What copies may hold.
-        files: Those of earlier runs of the same plan.
+        files: Those of earlier runs of the same plan; without them, each value has a file of its own.
     """
     run = _Offloading(directory, room_bytes, files)
     with _runs.inside(run):
@@ -110,7 +111,8 @@ def empty_in_file(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
     if 0 in shape:
         return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
     extent, run = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)), _current()
-    memory = run.files.take(extent * dtype.itemsize, run.directory)
+    length = extent * dtype.itemsize
+    memory = _mapped(length, run.directory) if run.files is None else run.files.take(length, run.directory)
     return torch.frombuffer(memory, dtype=dtype, count=extent).as_strided(tuple(shape), tuple(stride))
 
 

@@ -27,7 +27,7 @@ HEAP_SHARE = 4 / 3
 """How much larger a heap is than what is alive in it, in most programs: a default budget counts on it."""
 LARGEST_HEAP_SHARE = 2.5
 """How much larger it may become: blocks of 16 MiB that change places made a heap of 250 MiB around 120 that are alive
-in one of four runs of a loop of `./scripts/bench process`."""
+in some runs of a loop of `./scripts/bench process`."""
 SMALL_BYTES = 8 << 20
 """Runs that need less than this are not looked at: no heap grows large by them."""
 _have_run: WeakSet[Decision] = WeakSet()

@@ -68,7 +68,10 @@ def run_split(
         try:
             values = run_chunked(code, graph, inputs_of(joint, graph, seeds, before), phase_seconds)
         except (RuntimeError, IndexError) as error:
-            raise label_error(graph, error) or error from None
+            wrong = label_error(graph, error)
+            if wrong is None:
+                raise
+            raise wrong from None
     events.emit(events.RunEnd(time.perf_counter() - started, len(plan.chunks)))
     first = joint.num_outputs
     last = first + len(joint.wrt)

@@ -73,6 +73,15 @@ def test_files_are_gone_with_their_plan() -> None:
     assert gone() is None
 
 
+def test_outside_of_a_run_no_file_waits_for_another_value() -> None:
+    made = value(1.0)
+    memory = made.untyped_storage().data_ptr()
+    again = value(2.0)
+    assert again.data_ptr() != memory and made.eq(1.0).all()
+    with offload_in(None):
+        assert value(3.0).eq(3.0).all()
+
+
 def test_nothing_waits_in_no_file() -> None:
     with offload_in(None, files=Files()):
         assert empty_in_file((0, 3), (3, 1), torch.float64).shape == (0, 3)
