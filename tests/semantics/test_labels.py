@@ -1,8 +1,9 @@
-"""A label that is no class: eager's error in chunks too, with the line of the loss, and nothing is changed by it."""
+"""Errors of runs in chunks: each has the line of its call; a label that is no class raises what eager's loss does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,5 +51,39 @@ def test_a_label_that_is_no_class(name: str, label: int) -> None:
 def test_a_lookup_of_the_user_keeps_its_error() -> None:
     model = nn.Linear(3, 5)
     x, labels, places = koila.lazy(torch.randn(8, 3), torch.zeros(8, dtype=torch.long), torch.full((8, 1), 7))
-    with koila.budget(chunk_size=2), pytest.raises(RuntimeError, match="index 7 is out of bounds for dimension 1"):
-        (F.cross_entropy(model(x), labels) + model(x).gather(1, places).sum()).backward()
+    with koila.budget(chunk_size=2), pytest.raises(RuntimeError, match="index 7 is out of bounds") as raised:
+        looked_up = model(x).gather(1, places)
+        (F.cross_entropy(model(x), labels) + looked_up.sum()).backward()
+    assert any(_line_of("looked_up = ") in note and "gather" in note for note in raised.value.__notes__)
+
+
+def _line_of(text: str) -> str:
+    """The place of the first line of this file with a text."""
+    lines = Path(__file__).read_text().splitlines()
+    return f"{Path(__file__).name}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
+
+
+def _looked_up(table: Tensor, places: Tensor) -> Tensor:
+    hidden = torch.relu(places.float()[:, None] * torch.ones(4))
+    return hidden.sum() + F.embedding(places, table).sum()
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 4])
+def test_the_error_of_a_step_names_its_line(num_good: int) -> None:
+    table = torch.randn(5, 3, requires_grad=True)
+    good, bad = torch.tensor([0, 1, 2, 4, 3, 1]), torch.tensor([0, 1, 2, 4, 3, 5])
+    with koila.budget(chunk_size=4):
+        for _ in range(num_good):
+            _looked_up(table, koila.lazy(good)).backward()
+        with pytest.raises(IndexError) as raised:
+            _looked_up(table, koila.lazy(bad)).backward()
+    assert [_line_of("F.embedding(places") in note for note in raised.value.__notes__] == [True]
+
+
+def test_the_error_of_a_streamed_value_names_its_line() -> None:
+    table, places = torch.randn(5, 3), koila.lazy(torch.tensor([0, 1, 2, 4, 3, 5]))
+    pieces = koila.stream(F.embedding(places, table) * 2, chunk_size=4)
+    assert next(pieces).shape == (4, 3)
+    with pytest.raises(IndexError) as raised:
+        next(pieces)
+    assert any(_line_of("koila.stream(F.embedding") in note for note in raised.value.__notes__)

@@ -13,7 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 from koila._torch import OpOverload
@@ -52,13 +52,16 @@ class Loop:
 
 _SMALL = 4
 """Whole numbers up to this stand in the text: they are dimensions and flags, mostly."""
+_FILENAME = "<koila schedule>"
+_RECORDED = "recorded"
+"""The global in which a function has, for each line of its text, the number of the recorded call."""
 _codes: Cache[CodeType] = Cache("code_cache", 2**18, lambda code: len(code.co_code))
 """By text, what Python made of it; weighed by its bytes."""
 
 
 def _code(text: str) -> CodeType:
     """The code of the one function in a text."""
-    return next(each for each in compile(text, "<koila schedule>", "exec").co_consts if isinstance(each, CodeType))
+    return next(each for each in compile(text, _FILENAME, "exec").co_consts if isinstance(each, CodeType))
 
 
 class _Writer:
@@ -74,12 +77,14 @@ class _Writer:
         self.executed: Counter[str] = Counter()
 
     def write(self) -> Loop:
-        schedule, lines = self.schedule, list[str]()
+        schedule, lines, recorded = self.schedule, list[str](), list[int | None]()
         for number, (step, dying) in enumerate(zip(schedule.steps, schedule.dying, strict=True)):
             self.names[step.value] = f"v{number}"
             lines.append(self._statement(step))
             lines += [f"{self.names[value]} = None" for value in dying]
+            recorded += [None if step.work is None else step.work.recorded] * (1 + len(dying))
         text = "def run(w, start, stop, slots, sink, n):\n    " + "\n    ".join(lines or ["pass"]) + "\n"
+        self.globals[_RECORDED] = recorded
         function = FunctionType(_codes.get_or_add(text, lambda: _code(text)), self.globals)
         wholes: Any = schedule.wholes
         sinks: Any = tuple(sink.key for sink in schedule.sinks)
@@ -148,6 +153,15 @@ class _Writer:
             self.known[id(value)] = name = f"k{len(self.globals)}"
             self.globals[name] = value
         return self.known[id(value)]
+
+
+def recorded_call(traceback: TracebackType) -> int | None:
+    """The number of the recorded call that the line of a frame belongs to, if it is a schedule's code."""
+    frame = traceback.tb_frame
+    if frame.f_code.co_filename != _FILENAME:
+        return None
+    found: int | None = frame.f_globals[_RECORDED][traceback.tb_lineno - 2]
+    return found
 
 
 def compile_schedule(schedule: Schedule, sub_plan_code: Callable[[SubPlan], Callable[..., Any]]) -> Loop:

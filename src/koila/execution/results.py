@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 
 from koila import events
 from koila.analysis.trace import Joint
-from koila.execution.labels import label_error
 from koila.execution.offload import offload_in
+from koila.execution.places import placed
 from koila.execution.split_run import CompiledPlan, run_chunked, stream_chunked
 from koila.ir.graph import Graph
 from koila.planning.decide import Decision
@@ -64,14 +65,8 @@ def run_split(
     events.emit(events.RunStart(name, num_calls, decision.num_samples, plan.chunk_size, len(plan.phases)))
     started = time.perf_counter()
     room_bytes = 0 if decision.projection is None else decision.projection.copying_bytes
-    with offload_in(decision.budget.offload, room_bytes, code.files):
-        try:
-            values = run_chunked(code, graph, inputs_of(joint, graph, seeds, before), phase_seconds)
-        except (RuntimeError, IndexError) as error:
-            wrong = label_error(graph, error)
-            if wrong is None:
-                raise
-            raise wrong from None
+    with offload_in(decision.budget.offload, room_bytes, code.files), _placing_errors(graph):
+        values = run_chunked(code, graph, inputs_of(joint, graph, seeds, before), phase_seconds)
     events.emit(events.RunEnd(time.perf_counter() - started, len(plan.chunks)))
     first = joint.num_outputs
     last = first + len(joint.wrt)
@@ -85,7 +80,20 @@ def run_split(
 def stream_split(decision: Decision, graph: Graph) -> Iterator[torch.Tensor]:
     """The chunks of the one output that a decision wants."""
     assert decision.plan is not None
-    return stream_chunked(compiled(decision), graph, inputs_of(decision.plan.facts.joint, graph, ()))
+    with _placing_errors(graph):
+        yield from stream_chunked(compiled(decision), graph, inputs_of(decision.plan.facts.joint, graph, ()))
+
+
+@contextmanager
+def _placing_errors(graph: Graph) -> Iterator[None]:
+    """Errors say which call of the user's program they come from."""
+    try:
+        yield
+    except Exception as error:
+        found = placed(error, graph)
+        if found is error:
+            raise
+        raise found from None
 
 
 def inputs_of(joint: Joint, graph: Graph, seeds: Seeds, before: Mapping[int, torch.Tensor] = _NOTHING) -> list[Any]:
