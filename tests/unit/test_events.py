@@ -1,6 +1,7 @@
 """Metrics, counters and events."""
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 
 import koila  # noqa: F401
 from koila import events
-from koila.events import ChunkEnd, Event, Fallback, Forced, Metric, PhaseStart, RunEnd, RunStart
+from koila.events import ChunkEnd, Event, Fallback, Forced, Metric, PhaseStart, RunEnd, RunStart, counting, listeners
 
-OWN = events._listeners
+OWN = listeners._listeners
 """koila's own listeners: the reports."""
 
 
@@ -37,7 +38,7 @@ def test_the_accumulator_counts_samples_that_are_no_longer_kept() -> None:
 
 
 def test_a_sample_without_a_timestamp_is_taken_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events.time, "time", lambda: 12.5)
+    monkeypatch.setattr(time, "time", lambda: 12.5)
     metric = Metric("sizes")
     metric.add_sample(1)
     assert list(metric.samples) == [(12.5, 1)]
@@ -165,7 +166,7 @@ class _Place:
 def test_callables_of_the_same_place_share_an_entry() -> None:
     for step in range(2000):
         events.count("forced::item", site=_Place(step % 2))
-    assert len(events._sites["forced::item"].amounts) == 2
+    assert len(counting._sites["forced::item"].amounts) == 2
     assert events.sites("forced::item") == Counter({"train.py:0": 1000, "train.py:1": 1000})
 
 
@@ -181,7 +182,7 @@ def test_distinct_sites_are_bounded_and_none_is_dropped(make: type[str] | type[_
         events.count("forced::item", site=make(line))
     events.count("forced::item", site=make(0))
     sites = events.sites("forced::item")
-    assert len(events._sites["forced::item"].amounts) == events.MAX_SITES
+    assert len(counting._sites["forced::item"].amounts) == events.MAX_SITES
     assert len(sites) == events.MAX_SITES + 1
     assert sites[events.OTHER_SITES] == 1000 - events.MAX_SITES
     assert sites.total() == events.counters()["forced::item"] == 1001
@@ -278,7 +279,7 @@ def test_events_are_frozen(event: Event) -> None:
 
 def test_subscriptions_from_many_threads() -> None:
     _in_threads(lambda: [events.subscribe(print)() for _ in range(200)])
-    assert events._listeners == OWN
+    assert listeners._listeners == OWN
 
 
 def _in_threads(work: object) -> None:

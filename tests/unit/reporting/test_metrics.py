@@ -9,11 +9,11 @@ import pytest
 
 import koila
 from koila import events
-from koila.events import ChunkEnd, Fallback, PhaseStart, RunEnd, RunStart
+from koila.events import ChunkEnd, Fallback, PhaseStart, RunEnd, RunStart, listeners
 from koila.reporting import metrics
 from koila.reporting.progress import progress
 
-OWN = events._listeners
+OWN = listeners._listeners
 """koila's own listeners: the reports."""
 
 
@@ -187,13 +187,13 @@ def test_progress_with_rich_shows_the_run_and_unsubscribes(capsys: pytest.Captur
     assert captured.out == ""
     assert "gpt: 120 nodes, 12 samples in chunks of 4, 1 phases" in captured.err
     assert "done: 3 chunks in 2 s" in captured.err
-    assert events._listeners == OWN
+    assert listeners._listeners == OWN
 
 
 def test_progress_unsubscribes_when_the_block_raises() -> None:
     with pytest.raises(RuntimeError, match="inside"), progress(always=True):
         raise RuntimeError("inside")
-    assert events._listeners == OWN
+    assert listeners._listeners == OWN
 
 
 def test_a_user_s_own_metric_is_reported_from_its_first_sample_on() -> None:

@@ -12,6 +12,7 @@ import torch
 
 import koila
 from koila import events
+from koila.events import patience
 
 
 class Terminal(io.StringIO):
@@ -64,7 +65,7 @@ def test_phases_are_ranges_of_the_profiler() -> None:
 
 
 def test_planning_that_takes_long_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(events, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(patience, "PATIENCE_SECONDS", 0.01)
     with caplog.at_level(logging.WARNING, logger="koila"), events.waiting("looking for a plan for 7 calls"):
         while not caplog.records:
             time.sleep(0.001)
