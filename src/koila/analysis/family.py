@@ -20,7 +20,8 @@ from torch import fx
 
 from koila._torch import FakeTensorMode, OpOverload, without_modes
 from koila.analysis.formulas import SMALL, Formula, Formulas, NoFormula
-from koila.analysis.trace import Joint, SlotArgument, Traced, inputs_of
+from koila.analysis.marks import SlotArgument
+from koila.analysis.trace import Joint, Traced, inputs_of
 from koila.ir.graph import Graph
 from koila.ir.job import Demand
 from koila.ir.meta_kernels import known_result

@@ -17,8 +17,8 @@ from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 from koila._torch import OpOverload
+from koila.analysis.marks import Slot, SlotArgument
 from koila.analysis.split import Item
-from koila.analysis.trace import Slot, SlotArgument
 from koila.execution.kernels import add_product, kernel_of
 from koila.execution.offload import fetch, offload
 from koila.ir.cache import Cache

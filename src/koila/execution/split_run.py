@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from koila import events
+from koila.analysis.marks import Slot, slot_values
 from koila.analysis.split import Facts, Item
-from koila.analysis.trace import Slot, slot_values
 from koila.analysis.types import Merged, Sliced, store_chunk
 from koila.execution.codegen import Loop, compile_schedule
 from koila.execution.offload import Files, Pieces, empty_in_file

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from koila.analysis.formulas import Formula, Formulas, NoFormula
-from koila.analysis.trace import SlotArgument
+from koila.analysis.marks import SlotArgument
 from koila.analysis.types import Sliced
 from koila.ir.numbers import Number
 from koila.planning.forms import Drawn, Form

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from koila.analysis.trace import SlotArgument
+from koila.analysis.marks import SlotArgument
 from koila.analysis.types import Sliced, chunk_of
 from koila.ir.tree import leaves, map_leaves
 from koila.planning.forms import Drawn, forms_of

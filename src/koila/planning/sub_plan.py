@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from koila.analysis.trace import Slot
+from koila.analysis.marks import Slot
 from koila.planning.plan import Plan
 
 
