@@ -16,10 +16,11 @@ from koila.analysis.monoids import HALVES, Sum
 from koila.analysis.split import Facts, Item, arguments_by_name
 from koila.analysis.types import Merged, Sliced
 from koila.ir.tree import map_leaves
-from koila.planning.cost import node_seconds
+from koila.planning.cost import VIEW_SECONDS, large_bytes, node_seconds
 from koila.planning.devices import current_rules
 from koila.planning.forms import Drawn, Form, form_tree
 from koila.planning.operation import Operation, Ref
+from koila.planning.rates import FRESH
 from koila.planning.step import Destination, Sink
 
 aten = torch.ops.aten
@@ -44,6 +45,10 @@ class Catalogue:
         if node not in self._seconds:
             self._seconds[node] = node_seconds(node)
         return self._seconds[node]
+
+    def seconds_in_place(self, node: fx.Node) -> float:
+        """The same without new pages for large results: chunks may be so small that they need none."""
+        return max(VIEW_SECONDS, self.seconds(node) - large_bytes(node.meta.get("val")) / FRESH)
 
     def whole_form(self, item: Item) -> Any:
         """The form of a whole value that schedules read."""

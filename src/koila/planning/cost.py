@@ -107,6 +107,12 @@ def large_bytes(result: Any) -> int:
 @once_per_schedule
 def schedule_seconds(schedule: Schedule) -> float:
     """The expected time of a schedule; what is written over an operand needs no new pages."""
-    written = schedule.overwritten
-    saved = sum(step.fresh_bytes for step in schedule.steps if step.value in written)
+    saved = sum(step.fresh_bytes for step in schedule.steps) - schedule_fresh_bytes(schedule)
     return sum(step.seconds for step in schedule.steps) - saved / FRESH
+
+
+@once_per_schedule
+def schedule_fresh_bytes(schedule: Schedule) -> int:
+    """The bytes of results that are made of new pages every time."""
+    written = schedule.overwritten
+    return sum(step.fresh_bytes for step in schedule.steps if step.value not in written)

@@ -21,7 +21,8 @@ from koila.planning.levers.offload import copying_bytes
 from koila.planning.peak import Projection, project
 from koila.planning.phases import make_layout
 from koila.planning.plan import Plan, make_plan
-from koila.planning.search import ALL, Recipe, Search, plan_seconds
+from koila.planning.search import ALL, Recipe, Search
+from koila.planning.sizing import expected_seconds
 from koila.planning.whole_peak import drawn_bytes, leaf_bytes
 
 
@@ -131,7 +132,8 @@ class Cutter:
         beside = peak - projection.peak_bytes
         kinds = (*projection.kinds, *((("objects and drawn numbers", beside),) if beside else ()))
         bytes_at_peak = replace(projection, peak_bytes=peak, kinds=kinds)
-        return Cut(wanted, plan, facts, bytes_at_peak, plan_seconds(plan), self.key(wanted))
+        seconds = expected_seconds((plan, projection))
+        return Cut(wanted, plan, facts, bytes_at_peak, seconds, self.key(wanted))
 
     # What the plan does not see.
 

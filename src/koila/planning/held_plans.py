@@ -18,7 +18,7 @@ from koila.planning.keeping import Keeping
 from koila.planning.peak import Projection
 from koila.planning.phases import Layout
 from koila.planning.plan import Plan
-from koila.planning.sizing import Found, Need, largest_fitting
+from koila.planning.sizing import Found, Need, expected_seconds, largest_fitting
 
 CHUNK_SHARES = (0.02, 0.05, 0.12, 0.3)
 """The shares of a budget that the values of one chunk may take, beside what is kept between phases."""
@@ -62,7 +62,7 @@ class HeldPlans:
             plan = self._with_share(allowed, share, beside)
             if plan is not None:
                 yield plan
-                found[share] = plan[0].seconds
+                found[share] = expected_seconds(plan)
         if found:
             hold = partial(self.keeping.hold, allowed, min(found, key=found.__getitem__), beside, effort=THOROUGH)
             holding = attempt(4 * self.num_nodes, hold)

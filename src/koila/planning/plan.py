@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from koila.analysis.split import Facts, Item
 from koila.planning.catalogue import lies_in_operand
-from koila.planning.cost import schedule_seconds
+from koila.planning.cost import schedule_fresh_bytes, schedule_seconds
 from koila.planning.devices import current_rules
 from koila.planning.patterns import patterns_of
 from koila.planning.phases import Layout, Stage, key_of
@@ -105,10 +105,21 @@ class Plan:
 
     @cached_property
     def seconds(self) -> float:
-        """The expected time."""
-        found = sum(map(schedule_seconds, (self.after, *(phase.before for phase in self.phases))))
-        loops = (phase.loops[stop - start] for phase in self.phases for start, stop in phase.chunks)
-        return found + sum(map(schedule_seconds, loops)) + sum(map(self._file_seconds, self.offloaded))
+        """The expected time, but for the pages of the heap."""
+        return sum(map(schedule_seconds, self._run)) + sum(map(self._file_seconds, self.offloaded))
+
+    @cached_property
+    def fresh_bytes(self) -> int:
+        """The bytes of results that are made of new pages every time."""
+        return sum(map(schedule_fresh_bytes, self._run))
+
+    @property
+    def _run(self) -> Iterator[Schedule]:
+        """Everything that runs, as often as it does."""
+        yield self.after
+        for phase in self.phases:
+            yield phase.before
+            yield from (phase.loops[stop - start] for start, stop in phase.chunks)
 
     def _file_seconds(self, item: Item) -> float:
         num_bytes = self.layout.catalogue.state_bytes(item)

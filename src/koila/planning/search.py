@@ -26,7 +26,7 @@ from koila.planning.phases import Layout, make_layout
 from koila.planning.plan import Known, Phase, Plan, make_plan, stream_source
 from koila.planning.rates import LARGE
 from koila.planning.schedule import Schedule
-from koila.planning.sizing import Found, nested_sizes
+from koila.planning.sizing import Found, expected_seconds, nested_sizes, paging_seconds
 
 
 def chunk_sizes(num_samples: int, granule: int) -> list[int]:
@@ -43,18 +43,13 @@ def chunk_sizes(num_samples: int, granule: int) -> list[int]:
     return sorted(sizes, reverse=True)
 
 
-def plan_seconds(plan: Plan) -> float:
-    """The expected time of a plan."""
-    return plan.seconds
-
-
 def layout_seconds(layout: Layout) -> float:
-    """The expected time of a layout if all of the batch were one chunk."""
+    """The expected time of a layout if all of the batch were one chunk, in memory that is there."""
     found = 0.0
     for number, items in enumerate(layout.sections):
         kept = layout.kept_before(number)
         computed = (item for item in items if item.kind in ("chunk", "whole") and item not in kept)
-        found += sum(layout.catalogue.seconds(item.node) for item in computed)
+        found += sum(layout.catalogue.seconds_in_place(item.node) for item in computed)
     return found
 
 
@@ -115,6 +110,8 @@ _FEW = 600
 """Programs of few nodes may take a little longer for each of them."""
 _FIND, _FIT, _SMALLEST = 16, 6, 12
 """Steps for each node of a program that a search, one plan in it, and the search for the smallest plan may do."""
+_PAGING = 0.05
+"""Where the pages of the heap take more than this share of a plan's time, one of half the size may be faster."""
 _ALIKE = 1.1
 """Plans whose expected seconds differ less may take the same time."""
 
@@ -215,10 +212,17 @@ class Search:
         """The same, or None. A thorough search looks for the smallest plan before it gives up, which takes longer."""
         best: list[Found] = []
 
-        def look() -> bool:
-            for found in self._fitting(allowed):
-                if not best or plan_seconds(found[0]) < plan_seconds(best[0][0]):
+        def is_better_within(limit: int) -> bool:
+            before = best[:]
+            for found in self._fitting(limit):
+                if not best or expected_seconds(found) < expected_seconds(best[0]):
                     best[:] = [found]
+            return best != before
+
+        def look() -> bool:
+            limit = allowed
+            while is_better_within(limit) and paging_seconds(best[0]) > _PAGING * expected_seconds(best[0]):
+                limit //= 2
             return True
 
         self._charged.clear()
@@ -235,7 +239,7 @@ class Search:
             return found
         plan = make_plan(make_layout(facts), facts.num_samples)
         same = self._fit(plan, allowed, levers=self.levers - {"region"})
-        return found if same is None or plan_seconds(same[0]) > _ALIKE * plan_seconds(found[0]) else same
+        return found if same is None or expected_seconds(same) > _ALIKE * expected_seconds(found) else same
 
     @cached_property
     def _uncut(self) -> Plan | None:
@@ -248,7 +252,7 @@ class Search:
         """What cutting costs: whether many values are computed again, and the bytes of those that are kept."""
         layout = self.layout
         calls = (node for node in self.facts.joint.module.graph.nodes if node.op == "call_function")
-        once = sum(map(layout.catalogue.seconds, calls))
+        once = sum(map(layout.catalogue.seconds_in_place, calls))
         return layout_seconds(layout) > 1.05 * once, sum(map(layout.catalogue.state_bytes, layout.kept))
 
     @cached_property
@@ -278,10 +282,10 @@ class Search:
         best = float("inf")
         shrunk = self._shrunk(allowed)
         if shrunk is not None:
-            best = plan_seconds(shrunk[0])
+            best = expected_seconds(shrunk)
             yield shrunk
         for held in self._held.within(allowed) if self._held else ():
-            best = min(best, plan_seconds(held[0]))
+            best = min(best, expected_seconds(held))
             yield held
         for level in self._levels:
             if level >= 0 and kept_bytes(self.layout, self.streamed) > allowed:

@@ -12,10 +12,22 @@ from dataclasses import dataclass
 
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
+from koila.planning.rates import heap_seconds
 
 Found = tuple[Plan, Projection]
+"""A plan and its bytes."""
 _ROUNDS = 4
 """So many times sizes are corrected."""
+
+
+def paging_seconds(found: Found) -> float:
+    """The part of a plan's expected time in which the heap grows to its peak."""
+    return heap_seconds(found[1].peak_bytes, found[0].fresh_bytes)
+
+
+def expected_seconds(found: Found) -> float:
+    """The expected time of a plan."""
+    return found[0].seconds + paging_seconds(found)
 
 
 def nested_sizes(num_samples: int, granule: int) -> list[int]:
@@ -53,9 +65,10 @@ def largest_fitting(
         if tuple(chosen) in tried:
             break
         tried.add(tuple(chosen))
-        plan, projection = make([sizes[place] for place in chosen])
-        if projection.peak_bytes <= allowed and (found is None or plan.seconds < found[0].seconds):
-            found = plan, projection
+        made = make([sizes[place] for place in chosen])
+        projection = made[1]
+        if projection.peak_bytes <= allowed and (found is None or expected_seconds(made) < expected_seconds(found)):
+            found = made
         for number in range(len(needs)):
             there = projection.resident[2 * number + 1]
             place = _corrected(chosen[number], projection.peaks[2 * number + 1] - there, allowed - there, sizes)
