@@ -211,7 +211,8 @@ class Moments(Monoid):
         delta = piece[1] - mean
         spread = (delta * delta.conj()).real if delta.is_complex() else delta * delta
         squares.add_(piece[0], alpha=more).add_(spread, alpha=count * more / total)
-        return total, mean.add_(delta, alpha=more / total), squares
+        # Not mean + delta * share: an infinity would be lost by it, and BatchNorm's running mean has it in eager.
+        return total, mean.mul_(count / total).add_(piece[1], alpha=more / total), squares
 
     def finish(self, state: State) -> torch.Tensor | Pair:
         count, mean, squares = state

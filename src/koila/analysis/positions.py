@@ -19,19 +19,17 @@ def pick_by_position(graph: fx.Graph, counting: Sequence[fx.Node]) -> None:
     """Rewrite every indexing by (positions, one index per sample)."""
     if not counting:
         return
+    ways = {aten.index.Tensor: _picked, aten.index_put.default: _put}
     for node in list(graph.nodes):
-        if node.target is aten.index.Tensor and _is_pick(node.args[1], counting, node.args[0]):
+        if node.target in ways and _is_pick(node.args[1], counting, node.args[0]):
+            before = node.prev
             with graph.inserting_before(node):
-                _replace(node, _picked(graph, node))
-        elif node.target is aten.index_put.default and _is_pick(node.args[1], counting, node.args[0]):
-            with graph.inserting_before(node):
-                _replace(node, _put(graph, node))
+                made = ways[node.target](graph, node)
+            while before.next is not node:
+                before = before.next
+                before.meta.update({name: value for name, value in node.meta.items() if name != "val"})
+            node.replace_all_uses_with(made)
     graph.eliminate_dead_code()
-
-
-def _replace(node: fx.Node, made: fx.Node) -> None:
-    made.meta.update({name: value for name, value in node.meta.items() if name != "val"})
-    node.replace_all_uses_with(made)
 
 
 def _is_pick(indices: Any, counting: Sequence[fx.Node], source: Any) -> bool:

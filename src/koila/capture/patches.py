@@ -1,8 +1,9 @@
 """Entry points of torch that do not ask `__torch_function__`, handled on purpose.
 
 *Takes* torch. *Gives* the same torch, except that `autograd.Function.apply`, `torch.utils.checkpoint.checkpoint` and
-the modules with fused fast paths look for lazy arguments first, and that a module's state and an optimizer's step or
-an average of weights come after what is pending for them. Writes to real tensors are patched in `koila.capture.writes`.
+the modules with fused fast paths and `Variable` look for lazy arguments first, and that a module's state and an
+optimizer's step or an average of weights come after what is pending for them. Writes to real tensors are patched in
+`koila.capture.writes`.
 Without anything lazy all of them do exactly what they did.
 """
 
@@ -179,6 +180,22 @@ def _patch_averages() -> None:
     AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
 
 
+def _patch_variables() -> None:
+    """`Variable(x)`, which older programs write, is `x.detach()`; in C++ it would compute what is lazy."""
+    kind: Any = torch.autograd.Variable
+    original = kind.__new__
+
+    @wraps(original)
+    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        data: Any = args[0] if args else kwargs.get("data")
+        if type(data) is not Bridge.lazy_type:
+            return original(cls, *args, **kwargs)
+        requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad")
+        return data.detach().requires_grad_() if requires_grad else data.detach()
+
+    kind.__new__ = staticmethod(make)
+
+
 _lock = threading.Lock()
 _installed: list[bool] = []
 _TRACED = ("statistics", "writes")
@@ -212,6 +229,7 @@ def install() -> None:
             patch_transforms()
             patch_gradcheck()
             _patch_averages()
+            _patch_variables()
             install_writes()
             register_optimizer_step_pre_hook(_before_step)
             _installed.append(True)

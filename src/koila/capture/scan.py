@@ -78,7 +78,8 @@ def _scan_leaf(leaf: Any, scan: Scan, slotted: int) -> Any:
         scan.statics.append(_SLOTS[kind])
         return leaf
     if kind in _NUMBERS:
-        scan.statics.append((kind, leaf))
+        # -0.0 equals 0.0, but is another number.
+        scan.statics.append((kind, leaf) if leaf or kind is int else (repr(leaf), kind))
     elif kind in _CONSTANTS:
         scan.statics.append(leaf)
     else:
@@ -130,7 +131,8 @@ def scan_call(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Scan, b
 
 def _take_operand(leaf: Any, scan: Scan) -> Any:
     if not isinstance(leaf, torch.Tensor):
-        return leaf
+        # NumPy's arrays are read when the call runs; what is written to them until then is not meant for it.
+        return leaf.copy() if hasattr(leaf, "__array_interface__") and hasattr(leaf, "copy") else leaf
     if isinstance(leaf, Bridge.lazy_type):
         scan.operands.append(leaf._value)
         scan.originals.append(leaf)

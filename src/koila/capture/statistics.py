@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from torch.nn.parameter import is_lazy
 
 from koila._torch.modules import NORM_BASE, NORM_FORWARDS, buffer_of
 from koila.capture.bridge import Bridge
@@ -21,7 +22,8 @@ def patch_statistics() -> None:
     original, place = torch.nn.Module.__getattr__, recorder.place
 
     def is_pending(buffer: Any) -> bool:
-        storage = None if buffer is None else recorder.storage_of(buffer)
+        # A buffer of a norm that learns its size from its first input has no memory yet.
+        storage = None if buffer is None or is_lazy(buffer) else recorder.storage_of(buffer)
         return storage is not None and bool(storage.writers)
 
     def read(self: Any, name: str) -> Any:

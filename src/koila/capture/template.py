@@ -300,6 +300,8 @@ class _Pattern:
         constant = self._constant(leaf)
         same = f"{name} is {constant}"
         other = f"type({name}) is {self._constant(kind)} and {name} == {constant}"
+        if kind in (float, complex) and not leaf:  # -0.0 equals 0.0, but is another number.
+            other += f" and repr({name}) == {self._constant(repr(leaf))}"
         self._refuse_unless(same if kind in _LITERALS else f"{same} or {other}")
         return constant, constant
 

@@ -15,7 +15,8 @@ import torch
 from koila import events
 from koila._torch import accumulation_hooks, hash_tensor, storage_key, tensor_hooks
 from koila.capture.pending import address_of, recorder
-from koila.errors import StaleInputError
+from koila.errors import BudgetError, StaleInputError
+from koila.execution.behind import history_behind
 from koila.execution.eager_errors import GradientCheck
 from koila.execution.history import history_of
 from koila.execution.out_of_memory import run_until_it_fits
@@ -28,7 +29,7 @@ from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import Value, version_of
 from koila.ir.second_order import reached_leaves
 from koila.ir.source import user_site
-from koila.planning.decide import Decision
+from koila.planning.decide import Decision, decision_for
 
 
 def attached(job: Job, decision: Decision, results: Results, seeds: Seeds) -> dict[Value, torch.Tensor]:
@@ -204,6 +205,15 @@ class _Rerun:
     def freed(self) -> None:
         """Autograd has freed what it saved for these calls."""
         self.check.freed()
+
+    def bytes_within(self, allowed: int) -> int:
+        budget = replace(self.job.budget, allowed_bytes=max(1, allowed))
+        self.job = replace(self.job, budget=budget, history=history_behind(self.job.graph, budget))
+        try:
+            projection = decision_for(self.job).projection
+        except BudgetError as refusal:
+            return refusal.needed_bytes or allowed
+        return 0 if projection is None else projection.peak_bytes
 
     def run(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         events.count("segment::rerun")

@@ -304,7 +304,7 @@ class Engine:
         with restored_on_error(written_leaves(graph), is_from_user), undone_on_error(is_from_user) as bindings:
             with without_saved_tensors_hooks():  # Calls that were recorded did not see them.
                 if is_whole:
-                    self._whole(task, bindings)
+                    self._whole(task, decision, bindings)
                 else:
                     self._split(task, decision, noted, seeds, bindings)
             if request is not None:
@@ -317,10 +317,12 @@ class Engine:
         events.count(f"runs::{decision.how}")
         self._recorder.new_epoch()
 
-    def _whole(self, task: Task, bindings: list[Binding]) -> None:
+    def _whole(self, task: Task, decision: Decision, bindings: list[Binding]) -> None:
         evaluation = task.whole
         results, done = run_whole(evaluation.graph, evaluation.needed, evaluation.effects, task.required)
         self._bind(done, results, task, bindings)
+        for root in task.job.demand.roots:
+            task.job.graph.outputs[root].backward_peak_bytes = task.backward_peak_bytes(decision)
 
     def _split(
         self, task: Task, decision: Decision, noted: Step, given: Given, bindings: list[Binding]

@@ -17,6 +17,7 @@ from koila._free import is_here
 from koila.capture.lookup import BackwardRequest
 from koila.capture.pending import address_of
 from koila.errors import BudgetError
+from koila.execution.behind import history_behind
 from koila.execution.commit import leaves_behind
 from koila.execution.evaluation import Evaluation
 from koila.execution.history import expects_backward
@@ -28,7 +29,6 @@ from koila.ir.job import CPU, Demand, Job, Wanted
 from koila.ir.node import HOOKS, Node, Value
 from koila.planning.decide import Decision, decision_for
 from koila.planning.devices import rules_for
-from koila.planning.eager_history import eager_history
 from koila.planning.whole_peak import leaf_bytes
 
 LARGE_BYTES = 128 << 20
@@ -57,6 +57,10 @@ class Task:
         """The job of handing out the one wanted value chunk by chunk; nothing else is computed."""
         wanted = Wanted(self.job.wanted.outputs[:1], streamed=True)
         return replace(self.job, wanted=wanted, demand=Demand(), held=(), guessed=None, everything=None)
+
+    def backward_peak_bytes(self, decision: Decision) -> int | None:
+        """What an unsplit run and the backward pass of its roots allocate, where a decision projected both."""
+        return decision.projection.peak_bytes if decision.projection is not None and self.job.demand.roots else None
 
     def required(self) -> set[Node]:
         """The calls that must succeed; whatever else is pending may fail: whoever asks for it sees the error."""
@@ -210,7 +214,7 @@ class _Making:
             held=own.held,
             must_run_whole=_why_whole(own, self.request),
             copied_bytes=self._copied_bytes(whole.graph),
-            history=_history(own.graph),
+            history=history_behind(own.graph, self.budget),
         )  # fmt: skip
         if demand.roots and not gradients and expects_backward(job):
             job = replace(job, guessed=replace(wanted, gradients=True))
@@ -255,11 +259,6 @@ def accumulating(request: BackwardRequest, graph: Graph) -> list[torch.Tensor]:
     reals = [root.real if isinstance(root, Value) else root for root in request.roots]
     inputs = [real for real in (*graph.leaves, *reals) if real is not None and real.requires_grad]
     return [real for real in inputs if real.is_leaf] + leaves_behind(inputs)
-
-
-def _history(graph: Graph) -> tuple[int, int]:
-    found = eager_history(graph.leaves)
-    return found.held_bytes, found.backward_bytes
 
 
 def _why_whole(own: Evaluation, request: BackwardRequest | None) -> str | None:

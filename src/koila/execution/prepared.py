@@ -81,6 +81,9 @@ class PreparedRun:
     counts: Counter[str]
     """What is counted when it has run."""
 
+    backward_peak_bytes: int | None
+    """What it and the backward pass of its scalars allocate at their peak, where that was projected."""
+
     @property
     def given_bytes(self) -> int | None:
         """The smallest byte budget that an input was given."""
@@ -183,7 +186,7 @@ class Question:
             frozenset(n for n, node in zip(entries, graph.nodes, strict=True) if node in required),
             tuple(self._written(entries)), bound, tuple(self._budgets[place] for place in bound),
             tuple(self._inputs(entries, {BOUND: 1, REAL: 0})), contexts.pop(), decision, job.copied_bytes,
-            rough_bytes(graph), job.devices, num_changes(), self._counts(entries),
+            rough_bytes(graph), job.devices, num_changes(), self._counts(entries), task.backward_peak_bytes(decision),
         )  # fmt: skip
 
     def _calls(self, entries: Sequence[int], needed: set[int]) -> tuple[PreparedCall, ...]:

@@ -87,6 +87,8 @@ class Repetition:
             prepass = prepass.with_grad(real.requires_grad)
         value = Value(prepass, self._own(number) if is_base else self._storage(number), None, 0)
         value.real, value.budget, value.is_base = real, self._given, is_base
+        if real.requires_grad and real.numel() == 1:
+            value.backward_peak_bytes = self.run.backward_peak_bytes
         if not is_base:
             value.is_view, value.family = output.is_view, self._family(number)
         value.holders = (weakref.ref(wrapper),)

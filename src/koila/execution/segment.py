@@ -60,6 +60,9 @@ class Rerun(Protocol):
     def freed(self) -> None:
         """A backward pass without `retain_graph` has gone through the segment."""
 
+    def bytes_within(self, allowed: int) -> int:
+        """What a run allocates within so many bytes, or what it would need; later runs keep to them."""
+
     def run(self, incoming: Sequence[torch.Tensor | None]) -> Gradients:
         """The gradients of the leaves for those of the outputs."""
 
@@ -108,6 +111,10 @@ class SegmentState:
             return self._rerun.run(incoming)
         gradients, self.held = self.held, None
         return gradients
+
+    def rerun_bytes(self, allowed: int) -> int:
+        """What a backward pass through it allocates if that has so many bytes; from now on it keeps to these."""
+        return 0 if self.held is not None or self._rerun is None else self._rerun.bytes_within(allowed)
 
     def release(self, reaches_all: bool) -> None:
         """Forget the program, as autograd frees what it saved.

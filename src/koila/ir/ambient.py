@@ -106,9 +106,9 @@ _has_accelerator = False
 
 
 def watch_streams() -> None:
-    """From now on calls carry the current stream: an input is on an accelerator."""
+    """From now on calls carry the current stream, if there are any: an input is on an accelerator, or a meta tensor."""
     global _has_accelerator
-    _has_accelerator = True
+    _has_accelerator = torch.accelerator.is_available()
 
 
 def _stream() -> torch.Stream | None:

@@ -26,6 +26,7 @@ from koila._torch import (
     TorchDispatchMode,
     is_autograd_view,
     is_collective,
+    negative_view,
     ordinary_dispatch,
     schema_of,
     storage_key,
@@ -59,6 +60,9 @@ SILENT_NORMS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, a
 WRONG_FAKES = {F.multilabel_margin_loss}
 """Functions whose fake kernel disagrees with the real one about the shape of the result."""
 
+ELEMENT_BY_ELEMENT = {torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_}
+"""Functions that read memory which fake tensors do not have: they end the process."""
+
 PLAIN = (
     bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
     torch.Size, torch.qscheme,
@@ -68,6 +72,12 @@ PLAIN = (
 
 class _NeedsData(Exception):
     """The call cannot be inferred; the message says why."""
+
+
+_REFUSED_NUMBERS: dict[Any, Callable[..., bool]] = {
+    aten.smooth_l1_loss.default: lambda found, wanted, reduction=1, beta=1.0: beta < 0,
+}
+"""Numbers that kernels refuse while neither fake kernels nor decompositions do."""
 
 
 class _Watch(TorchDispatchMode):
@@ -88,6 +98,8 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_refused(func, args, kwargs):
             raise _NeedsData("a mixture of dtypes that eager refuses")
+        if func in _REFUSED_NUMBERS and _REFUSED_NUMBERS[func](*args, **kwargs):
+            raise _NeedsData("a number that its kernel refuses")
         if self.on_meta and _makes_real_tensors(args, kwargs):
             raise _NeedsData("it would compute, and draw random numbers, on a device")
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -188,14 +200,15 @@ def _fake(prepass: PrePass, is_leaf: bool, device: torch.device) -> torch.Tensor
     if prepass.dtype in QUANTISED:
         raise _NeedsData(f"quantised data: {prepass.dtype}")
     base = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device=device)
-    base = with_bits(base, prepass.bits)
-    if not prepass.requires_grad:
-        return base
+    if is_leaf or not prepass.requires_grad:
+        return with_bits(base, prepass.bits).requires_grad_(prepass.requires_grad)
     base.requires_grad_()
-    if is_leaf:
-        return base
-    copy = torch.enable_grad()(lambda: base.clone())()
-    return copy if copy.stride() == prepass.stride else copy.as_strided(prepass.shape, prepass.stride, 0)
+    with torch.enable_grad():
+        copy = base.clone()
+        if copy.stride() != prepass.stride:
+            copy = copy.as_strided(prepass.shape, prepass.stride, 0)
+        copy = copy.conj() if prepass.bits[0] else copy
+        return negative_view(copy) if prepass.bits[1] else copy
 
 
 def _operand_fake(operand: Value | torch.Tensor, device: torch.device | None) -> torch.Tensor:
@@ -225,6 +238,8 @@ def infer(
     if is_collective(func.owner if isinstance(func, OwnedCall) else func):
         # Not even tried on fake tensors: the other processes would see a call that they do not make.
         return _unseen("other processes take part in it", len(operands))
+    if func in ELEMENT_BY_ELEMENT:
+        return _unseen("a function of the user's is called for each element", len(operands))
     mode, watch = nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True), _Watch(on_meta, func)
     try:
         with ordinary_dispatch(), mode:

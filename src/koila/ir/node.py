@@ -52,6 +52,7 @@ class Value:
 
     __slots__ = (
         "__weakref__",
+        "backward_peak_bytes",
         "budget",
         "family",
         "holders",
@@ -78,6 +79,8 @@ class Value:
         self.budget: int | None = None
         """Bytes that a run may allocate that starts from this value: what `koila.lazy` was told, for inputs and for
         what was computed from them."""
+        self.backward_peak_bytes: int | None = None
+        """What its run and its backward pass allocate at their peak, where an unsplit run was projected with both."""
         self.position: tuple[int, int] = (-1, -1)
         """(recording epoch, number within it): its name while the trie is walked."""
         self.holders: tuple[weakref.ref[Any], ...] = ()

@@ -54,7 +54,8 @@ def function_key(func: Any) -> Any:
 def static_key(leaf: Any) -> Any:
     """What stands for an argument that is no tensor in keys.
 
-    An object that compares by value stands for itself; one that compares by identity is known by it and not kept alive.
+    An object that compares by value stands for itself, with its class: NumPy's 2 equals its 2.0. One that compares by
+    identity is known by it and not kept alive.
 
     Raises:
         TypeError: It cannot be hashed.
@@ -64,4 +65,4 @@ def static_key(leaf: Any) -> Any:
     hash(leaf)
     kind: Any = type(leaf)
     compares_by_identity = kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__
-    return Identity(leaf) if compares_by_identity and kind.__weakrefoffset__ else leaf
+    return Identity(leaf) if compares_by_identity and kind.__weakrefoffset__ else (kind, leaf)

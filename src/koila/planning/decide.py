@@ -103,12 +103,25 @@ def _choose(job: Job) -> Decision:
     if budget.allowed_bytes is None:
         return _whole(job, None, "no budget asks for a cut")
     projection = whole_peak(job)
-    if projection.peak_bytes <= budget.allowed_bytes and job.previous is None:
+    if _with_backward(job, projection.peak_bytes) <= budget.allowed_bytes and job.previous is None:
         return _whole(job, projection, "all of it fits")
     try:
         return _decide_bytes(job, budget.allowed_bytes)
     except NotSplittable as reason:
         return _uncut(job, projection, reason)
+
+
+_BACKWARD_LATER = 2.5
+"""How many times what a forward pass takes is enough for it and the backward pass that may follow, in most programs."""
+
+
+def _with_backward(job: Job, peak_bytes: int) -> float:
+    """What an unsplit run needs, with the backward pass through what it leaves behind where no projection knows it.
+
+    In chunks nothing is left behind, it is computed again: that is better than to be refused in the backward pass.
+    """
+    is_left = not job.demand.roots and any(value.requires_grad for value in job.whole_graph.outputs)
+    return peak_bytes * (_BACKWARD_LATER if is_left else 1)
 
 
 def _whole(job: Job, projection: Projection | None, reason: str, because: NotSplittable | None = None) -> Decision:

@@ -6,7 +6,7 @@ the kernel of a state-space layer), and what it will allocate when their gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import prod
@@ -28,8 +28,12 @@ class EagerHistory:
     """What their backward allocates at its peak, gradients of its own parameters included."""
 
 
-def eager_history(leaves: Iterable[torch.Tensor]) -> EagerHistory:
-    """What stands behind leaves that have a `grad_fn`.
+Rerun = Callable[[Any, int], int]
+"""The node of a program that koila runs again, and the bytes that are alive by then → what it will allocate."""
+
+
+def eager_history(leaves: Iterable[torch.Tensor], rerun: Rerun = lambda node, alive: 0) -> EagerHistory:
+    """What stands behind leaves that have a `grad_fn`; `rerun` knows about programs of koila's among it.
 
     >>> x = torch.ones(256, requires_grad=True)
     >>> eager_history([x]), eager_history([x.exp()]).held_bytes
@@ -47,12 +51,13 @@ def eager_history(leaves: Iterable[torch.Tensor]) -> EagerHistory:
         if tensor.layout == torch.strided and not (tensor.is_leaf and tensor.requires_grad)
     }
     kept = sum(size for storage, size in held.items() if storage not in own)
-    return EagerHistory(kept, _backward_bytes([leaf.grad_fn for leaf in made]))
+    backward = _backward_bytes([leaf.grad_fn for leaf in made], lambda node, now: rerun(node, kept + now))
+    return EagerHistory(kept, backward)
 
 
 _NOTHING = EagerHistory(0, 0)
 _OWN_NODE = "SegmentBackward"
-"""The autograd node of a program that koila runs again: it keeps to the budget by itself."""
+"""The autograd node of a program that koila runs again; what stands behind it is part of that program's own history."""
 
 
 def _following(node: Any) -> list[Any]:
@@ -88,10 +93,11 @@ def _gradient_bytes(node: Any) -> int:
     return sum(prod(each.shape) * each.dtype.itemsize for each in input_metadata(node) if each is not None)
 
 
-def _backward_bytes(roots: list[Any]) -> int:
+def _backward_bytes(roots: list[Any], rerun: Rerun) -> int:
     """The peak of autograd's own walk: latest nodes first; the gradients of the roots are somebody else's.
 
-    A node needs as much beside as it receives: a product is made before it is summed to an operand's shape.
+    A node that gives gradients of another shape needs as much beside as it receives: a product is made before it is
+    summed to an operand's shape.
     """
     waiting: dict[Any, int] = dict.fromkeys(roots, 0)
     queue = [(-sequence_number(root), number, root) for number, root in enumerate(waiting)]
@@ -99,8 +105,13 @@ def _backward_bytes(roots: list[Any]) -> int:
     now = peak = 0
     while queue:
         _, _, node = heappop(queue)
-        following = _following(node)
-        peak = max(peak, now + _gradient_bytes(node) + sum(map(_gradient_bytes, following)))
+        if node.name() == _OWN_NODE:
+            peak = max(peak, now + rerun(node, now))
+            now += sum(_gradient_bytes(each) for each, _ in node.next_functions if each is not None) - waiting[node]
+            continue
+        following, received = _following(node), _gradient_bytes(node)
+        beside = received if any(_gradient_bytes(each) != received for each in following) else 0
+        peak = max(peak, now + beside + sum(map(_gradient_bytes, following)))
         for each in following:
             if each not in waiting:
                 waiting[each] = _gradient_bytes(each)

@@ -1,0 +1,265 @@
+"""More programs that were written to break koila: equal numbers that are not the same, errors, budgets at breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+import koila
+from koila.capture.pending import recorder
+
+SIZES = (None, 1, 3)
+Lazy = Callable[[Tensor], Any]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def scope(size: int | None) -> AbstractContextManager[Any]:
+    return koila.budget(chunk_size=size) if size else nullcontext()
+
+
+def of_eager(x: Tensor) -> Any:
+    return x
+
+
+# Numbers that are equal and not the same.
+
+SIGNED: dict[str, Callable[[Any, float], Any]] = {
+    "copysign": torch.copysign,
+    "clamp": lambda x, zero: torch.copysign(torch.ones(()).double(), x.clamp(min=zero, max=zero)),
+    "where": lambda x, zero: 1 / torch.where(x > 100, x, zero),
+    "full": lambda x, zero: 1 / torch.full_like(x, zero) + x,
+    "threshold": lambda x, zero: 1 / F.threshold(x, 100.0, zero),
+}
+
+
+@pytest.mark.semantics("S17")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", SIGNED)
+def test_a_negative_zero_is_another_number(name: str, size: int | None) -> None:
+    given = randn(7, 3)
+    for zero in (0.0, -0.0, 0.0, -0.0, -0.0, 0.0):
+        expected = SIGNED[name](given, zero)
+        with scope(size):
+            assert SIGNED[name](koila.lazy(given), zero).tolist() == expected.tolist()
+
+
+class Two(IntEnum):
+    TWO = 2
+
+
+@pytest.mark.semantics("S5")
+@pytest.mark.parametrize("size", SIZES)
+def test_numbers_of_other_classes_are_other_programs(size: int | None) -> None:
+    given = torch.arange(7)
+    for number in (np.int64(2), np.float64(2.0), np.float32(2.0), np.int64(2), 2, 2.0, Two.TWO, True):
+        expected = given * number
+        with scope(size):
+            found = koila.lazy(given) * number
+            assert found.dtype is expected.dtype
+            assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.semantics("S6")
+@pytest.mark.parametrize("size", SIZES)
+def test_an_array_that_was_an_index_may_be_used_again(size: int | None) -> None:
+    with scope(size):
+        index = np.array([0, 2, 4])
+        taken = koila.lazy(torch.arange(5.0))[index]
+        index.fill(1)
+        assert taken.tolist() == [0.0, 2.0, 4.0]
+
+
+# Conjugates.
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_resolved_conjugate_has_memory_of_its_own(size: int | None) -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = torch.linspace(1, 2, 3, dtype=torch.float64).requires_grad_()
+        z = torch.complex(lazy(real) * weight, lazy(imaginary))
+        copied = z.conj().resolve_conj()
+        copied.mul_(3)
+        z.conj().imag.resolve_neg().mul_(5)
+        torch.view_as_real(z.conj().resolve_conj()).square().sum().backward()
+        return z.abs().sum().item(), copied.abs().sum().item(), weight.grad
+
+    real, imaginary = randn(7, 3), randn(7, 3)
+    with scope(size):
+        torch.testing.assert_close(program(koila.lazy), program(of_eager), rtol=1e-12, atol=1e-12)
+
+
+# Errors and statistics.
+
+
+@pytest.mark.semantics("S10")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("beta", [-0.3, -1.0])
+def test_a_number_that_only_the_kernel_refuses(beta: float, size: int | None) -> None:
+    weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    with scope(size):
+        for good in (0.5, 0.7):
+            F.smooth_l1_loss(koila.lazy(randn(7, 4)) * weight, randn(7, 4), beta=good).backward()
+        with pytest.raises(RuntimeError, match="negative values for beta"):
+            F.smooth_l1_loss(koila.lazy(randn(7, 4)) * weight, randn(7, 4), beta=beta).backward()
+    recorder.forget()
+
+
+@pytest.mark.semantics("S6")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("wrong", [4, -5])
+def test_an_index_that_is_not_there(wrong: int, size: int | None) -> None:
+    weight, places = torch.ones(4, dtype=torch.float64, requires_grad=True), torch.tensor([0, 1, 2, 3, 2, wrong, 0])
+
+    def program(lazy: Lazy) -> None:
+        (lazy(given) * weight)[torch.arange(7), lazy(places)].sum().backward()
+
+    given = randn(7, 4)
+    with pytest.raises(IndexError) as eager:
+        program(of_eager)
+    with scope(size), pytest.raises(IndexError) as lazy:
+        program(koila.lazy)
+    assert str(lazy.value) == str(eager.value)
+    recorder.forget()
+
+
+@pytest.mark.semantics("S5")
+@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("shape", [(7, 2), (7, 2, 3, 3)])
+def test_statistics_of_data_with_an_infinity(shape: tuple[int, ...], place: int) -> None:
+    given = randn(*shape)
+    given[place, 0] = float("-inf")
+    kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
+    eager = kind(2).double()
+    eager(given).sum().backward()
+    for size in (1, 2, 3, 4, 5):
+        chunked = kind(2).double()
+        with koila.budget(chunk_size=size):
+            chunked(koila.lazy(given)).sum().backward()
+        torch.testing.assert_close(chunked.state_dict(), eager.state_dict(), equal_nan=True, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.semantics("S9")
+@pytest.mark.parametrize("size", SIZES)
+def test_functions_that_go_element_by_element(size: int | None) -> None:
+    def program(lazy: Lazy) -> Any:
+        x = lazy(torch.arange(7.0)) * 1
+        y = x * 3
+        x.apply_(lambda each: each * 2)
+        return (x.map_(y, lambda a, b: a + b) + y).tolist()
+
+    with scope(size):
+        assert program(koila.lazy) == program(of_eager)
+
+
+# Entrances.
+
+
+@pytest.mark.semantics("S5")
+def test_a_meta_tensor_leaves_other_programs_alone() -> None:
+    made = (koila.lazy(torch.ones(3, 4, device="meta")) * 2).sum()
+    assert made.run().device.type == "meta"
+    assert koila.lazy(torch.ones(3)).sum().item() == 3
+
+
+@pytest.mark.semantics("S5")
+def test_a_variable_of_a_lazy_tensor_is_lazy() -> None:
+    x = Variable(koila.lazy(torch.randn(512, 64)))
+    assert isinstance(x, koila.LazyTensor)
+    layer = nn.Linear(64, 256)
+    with koila.budget("64KiB"), pytest.raises(koila.BudgetError):
+        layer(x).relu().sum().backward()
+    recorder.forget()
+    leaf = Variable(koila.lazy(torch.ones(5)), requires_grad=True)
+    (leaf * 3).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [3.0] * 5
+    assert type(Variable(torch.ones(2))) is Tensor
+    assert Variable(data=torch.ones(2), requires_grad=True).requires_grad
+
+
+@pytest.mark.semantics("S9")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", [nn.LazyBatchNorm1d, nn.LazyInstanceNorm1d, lambda: nn.LazyLinear(3)])
+def test_modules_that_learn_their_sizes(kind: Any, size: int | None) -> None:
+    given = randn(7, 3, 4)
+    found = []
+    for lazy in (of_eager, koila.lazy):
+        torch.manual_seed(0)
+        module = kind().double()
+        with scope(size):
+            module(lazy(given)).square().sum().backward()
+        found.append([*module.state_dict().values(), *(parameter.grad for parameter in module.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+# Budgets of steps that have a break in them.
+
+
+def _network() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)).double()
+
+
+def _masked(first: nn.Module, second: nn.Module, x: Any) -> Any:
+    h = first(x)
+    return second(h[h[:, 0] > 0]).square().mean()
+
+
+def _read(first: nn.Module, second: nn.Module, x: Any) -> Any:
+    h = first(x)
+    h.tolist()
+    return second(h).square().mean()
+
+
+def _accuracy(first: nn.Module, second: nn.Module, x: Any) -> Any:
+    o = second(first(x))
+    (o.argmax(1) == 3).sum().item()
+    return o.square().mean()
+
+
+def _scaled(first: nn.Module, second: nn.Module, x: Any) -> Any:
+    loss = second(first(x)).square().mean()
+    loss.item()
+    return loss / 1
+
+
+@pytest.mark.semantics("S17")
+@pytest.mark.parametrize("program", [_masked, _read, _accuracy, _scaled])
+def test_budgets_hold_where_a_step_has_a_break(program: Callable[..., Any]) -> None:
+    """A backward pass runs the first half again inside that of the second: both within one budget."""
+    torch.manual_seed(0)
+    first, second, x = _network(), _network(), randn(200, 32)
+    parameters = [*first.parameters(), *second.parameters()]
+
+    def step(**budget: Any) -> list[Any]:
+        for parameter in parameters:
+            parameter.grad = None
+        program(first, second, koila.lazy(x, **budget)).backward()
+        return [parameter.grad for parameter in parameters]
+
+    expected, accepted = step(), list[int]()
+    with pytest.raises(koila.BudgetError) as refused:
+        step(budget=100_000)
+    needed = refused.value.needed_bytes
+    assert needed is not None
+    for budget in (needed, *(size for size in range(300_000, 3_600_000, 300_000) if size > needed)):
+        with koila.measure() as seen:
+            for _ in range(3):
+                torch.testing.assert_close(step(budget=budget), expected, rtol=1e-9, atol=1e-12)
+        accepted.append(budget)
+        for report in seen.reports:
+            assert report.measured_bytes is not None
+            assert report.projected_bytes is None or report.measured_bytes <= report.projected_bytes <= budget
+    assert len(accepted) > 8  # A larger budget is never refused.
