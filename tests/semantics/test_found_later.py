@@ -81,6 +81,39 @@ def test_an_array_that_was_an_index_may_be_used_again(size: int | None) -> None:
         assert taken.tolist() == [0.0, 2.0, 4.0]
 
 
+@pytest.mark.semantics("S17")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("orders", [(-1, -2, 6, 2), (3, 4, -2), (6, 3, 4, 5), (2, 3, 1, 7), (4, 8, 5)])
+def test_whole_orders_of_a_norm(orders: tuple[int, ...], size: int | None) -> None:
+    """Formulas of two traces fitted by chance: p - 2 is p * p / 9 for six and three."""
+    given = randn(7, 4)
+    given[1], given[2, 0] = 0, 0
+    for order in orders:
+        found = []
+        for lazy in (of_eager, koila.lazy):
+            weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
+            with scope(size):
+                torch.linalg.vector_norm(lazy(given) * weight, order, dim=1).sin().sum().backward()
+            found.append(weight.grad)
+        torch.testing.assert_close(*found, equal_nan=True, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.semantics("S15")
+@pytest.mark.parametrize("size", SIZES)
+def test_the_default_dtype_is_that_of_the_call(size: int | None) -> None:
+    def program(lazy: Lazy) -> Any:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return lazy(torch.arange(7)).sqrt() + 0.1
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    with scope(size):
+        found = program(koila.lazy).run()
+    assert found.dtype is torch.float64
+    assert torch.equal(found, program(of_eager))
+
+
 # Conjugates.
 
 
@@ -114,6 +147,19 @@ def test_a_number_that_only_the_kernel_refuses(beta: float, size: int | None) ->
             F.smooth_l1_loss(koila.lazy(randn(7, 4)) * weight, randn(7, 4), beta=good).backward()
         with pytest.raises(RuntimeError, match="negative values for beta"):
             F.smooth_l1_loss(koila.lazy(randn(7, 4)) * weight, randn(7, 4), beta=beta).backward()
+    recorder.forget()
+
+
+@pytest.mark.semantics("S10")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("eps", [0.0, -1.0])
+def test_a_number_that_batch_norm_refuses(eps: float, size: int | None) -> None:
+    weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    with scope(size):
+        for good in (1e-5, 1e-3, 1e-4):
+            F.batch_norm(koila.lazy(randn(7, 4)) * weight, None, None, training=True, eps=good).sum().backward()
+        with pytest.raises(ValueError, match="eps must be positive"):
+            F.batch_norm(koila.lazy(randn(7, 4)) * weight, None, None, training=True, eps=eps).sum().backward()
     recorder.forget()
 
 
@@ -188,6 +234,22 @@ def test_a_variable_of_a_lazy_tensor_is_lazy() -> None:
     assert leaf.grad.tolist() == [3.0] * 5
     assert type(Variable(torch.ones(2))) is Tensor
     assert Variable(data=torch.ones(2), requires_grad=True).requires_grad
+
+
+@pytest.mark.semantics("S5")
+def test_what_is_a_leaf() -> None:
+    for lazy in (of_eager, koila.lazy):
+        x = lazy(torch.ones(7, 4))
+        leaf = (x * 2).detach().requires_grad_()
+        made = (x * 2).detach().mul_(torch.ones(4, requires_grad=True))
+        assert (leaf.is_leaf, made.is_leaf, (leaf * 1).is_leaf, (x > 0).is_leaf) == (True, False, False, True)
+        torch.optim.SGD([leaf], 0.1)
+
+
+def test_a_program_without_a_batch_says_so() -> None:
+    with koila.budget(chunk_size=3):
+        koila.lazy(torch.ones(()), torch.ones(()))[0].exp().item()
+    assert koila.metrics.counter_value("whole::no batch is known") == 1
 
 
 @pytest.mark.semantics("S9")

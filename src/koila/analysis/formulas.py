@@ -3,8 +3,9 @@
 *Takes* the numbers of two or more programs of one structure, as samples. *Gives* `Formulas`: the few of them that vary
 by themselves, the symbols, and for any number that was seen in every sample a `Formula` of the symbols, if there is one
 of the few kinds that are looked for: a product of symbols, times a whole number, plus or minus at most two; for floats
-also the inverse of one, or its root. There is no division on purpose: `(T - 1) // 2 + 1` and `T // 2` agree in too many
-samples. No torch here.
+also the inverse of one, or its root, but only of sizes of inputs: nothing that was recorded would contradict a wrong
+one, and what follows from the order of a norm follows from nothing else. There is no division on purpose: `(T - 1) // 2
++ 1` and `T // 2` agree in too many samples. No torch here.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Formulas:
     def __init__(self, samples: Sequence[Values], first: int = 0) -> None:
         self._samples = samples
         self._columns: list[Values] = []
+        self._numbers: set[int] = set()
+        """Symbols that are whole numbers among arguments, not sizes of inputs."""
         self._products: list[tuple[Values, tuple[int, ...]]] = []
         self._known: dict[tuple[type, Values], Formula | None] = {}
         found: list[int] = []
@@ -86,7 +89,7 @@ class Formulas:
         for place in (*inputs, *(place for place in varying if place >= first)):
             if not _is_whole(columns[place]) or self.formula(columns[place]) is None:
                 found.append(place)
-                self._add(columns[place])
+                self._add(columns[place], is_number=place >= first)
         self.symbols = tuple(found)
         """The places of the numbers that vary by themselves."""
         self._shifted: list[Formula] = []
@@ -97,15 +100,17 @@ class Formulas:
             is_shifted = formula is not None and formula.factor == 1 and formula.summand and formula.divisor == 1
             if formula is not None and is_shifted and formula.power == 1.0 and formula.symbols in own:
                 self._shifted.append(formula)
-                self._add(column)
+                self._add(column, is_number=formula.symbols[0] in self._numbers)
         for place in varying:
             formula = self.formula(columns[place])
             assert formula is not None
             self._changing.append((place, formula))
         self._fixed = [(place, column[0]) for place, column in enumerate(columns) if place not in set(varying)]
 
-    def _add(self, column: Values) -> None:
+    def _add(self, column: Values, is_number: bool) -> None:
         """One more symbol: its products with the others."""
+        if is_number and _is_whole(column):
+            self._numbers.add(len(self._columns))
         self._columns.append(column)
         self._known.clear()
         self._products = []
@@ -144,21 +149,22 @@ class Formulas:
         return None
 
     def _float(self, values: Values) -> Formula | None:
+        products = [(product, symbols) for product, symbols in self._products if self._numbers.isdisjoint(symbols)]
         for power in (1.0, -1.0, -0.5, 0.5):
-            for product, symbols in self._products:
+            for product, symbols in products:
                 for factor in (1, -1, 2, -2, 0.5, -0.5):
                     for summand in (0, 1, -1):
                         formula = Formula(symbols, factor, summand, power)
                         if all(_gives(formula, p, value) for p, value in zip(product, values, strict=True)):
                             return formula
-        for product, symbols in self._products if values[0] else ():
+        for product, symbols in products if values[0] else ():
             for factor, summand in ((f, s) for f in (1, -1, 2, -2) for s in (0, 1, -1)):
                 first = values[0] * (product[0] + summand)
                 formula = Formula(symbols, factor, summand, -1.0, round(factor / first) if first else 0)
                 pairs = zip(product, values, strict=True)
                 if formula.divisor > 0 and all(_gives(formula, p, value) for p, value in pairs):
                     return formula
-        for product, symbols in self._products:
+        for product, symbols in products:
             divisor = round(product[0] / values[0]) if values[0] else 0
             if abs(divisor) > 1 and all(p / divisor == v for v, p in zip(values, product, strict=True)):
                 return Formula(symbols, divisor=divisor)

@@ -161,8 +161,13 @@ class LazyTensor(torch.Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        real = self._value.real
-        return real.is_leaf if real is not None else not self._value.requires_grad
+        value = self._value
+        if value.real is not None:
+            return value.real.is_leaf
+        # What `requires_grad_` was called on last is a leaf, too.
+        last = value.storage.writers[-1] if value.storage.writers else None
+        is_marked = last is not None and last.func is torch.Tensor.requires_grad_ and last.operands[0] is value
+        return is_marked or not value.requires_grad
 
     @property
     def grad(self) -> torch.Tensor | None:

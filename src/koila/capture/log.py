@@ -12,8 +12,8 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from sys import getrefcount
-from types import CodeType
+from sys import _getframe, getrefcount
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,9 @@ class Log:
         self.writes = False
         """Whether an entry writes to a lazy operand, which may change whether values require grad."""
         self.lock = threading.RLock()
-        self._is_flushing = False
+        self._flush: FrameType | None = None
+        """The call of `flush` that goes on, or was the last one. Not a flag: Ctrl-C right before it is taken back would
+        leave it."""
 
     def new_epoch(self) -> None:
         """The next recorded call starts a new program."""
@@ -110,11 +112,11 @@ class Log:
     def flush(self) -> None:
         """Make the nodes of the entries, as if they had been recorded one by one; all of them or, on an error, none."""
         with self.lock:
-            if self._is_flushing:
+            if self._flush is not None and _is_running(self._flush):
                 return
             entries, made = self.entries, list[Node]()
             try:
-                self._is_flushing = True
+                self._flush = _getframe()
                 needed = _needed(entries)
                 for entry in entries:
                     if entry.sequence in needed:
@@ -127,8 +129,7 @@ class Log:
                         wrapper._held = None
                 self.put_back(entries)
                 raise
-            finally:
-                self._is_flushing = False
+            self._flush = None
             events.count("trie::hit", len(entries))
             for entry in entries:
                 count_recorded(entry.template.func)
@@ -245,6 +246,14 @@ class Log:
         """The real operands of the entries from `start` on."""
         for entry in itertools.islice(self.entries, start, None):
             yield from entry.template.reals_of(entry.captured)
+
+
+def _is_running(frame: FrameType) -> bool:
+    """Whether a call of this thread has not ended yet."""
+    found: FrameType | None = _getframe()
+    while found is not None and found is not frame:
+        found = found.f_back
+    return found is not None
 
 
 def _needed(entries: list[Entry]) -> set[int]:

@@ -27,7 +27,7 @@ from koila.ir.cache import Cache
 from koila.ir.node import Value
 from koila.ir.prepass import Inference, Output, PrePass, prepass_of
 from koila.ir.replay import Context
-from koila.ir.slots import OPERANDS, is_slot, slotted_by
+from koila.ir.slots import ANY_FLOAT, is_slot, slotted_by
 
 PENDING, BOUND, REAL = range(3)
 """Kinds of operands: a value of this program, a lazy tensor that has its data, a plain tensor."""
@@ -307,7 +307,7 @@ class _Pattern:
 
     def _slot_condition(self, leaf: Any, name: str) -> str:
         """What is a slot here is one in the other call, too; where the call depends on it, it is the same number."""
-        if self._varies or self._slotted != OPERANDS:
+        if self._varies or self._slotted == ANY_FLOAT:
             return f"type({name}) is {type(leaf).__name__} and {name} == {self._constant(leaf)}"
         return f"type({name}) is {type(leaf).__name__} and is_slot({name}, {self._slotted})"
 

@@ -28,6 +28,7 @@ from koila.execution.commit import (
     Binding,
     commit,
     give_up,
+    gradients_restored_on_error,
     is_from_user,
     restored_on_error,
     undone_on_error,
@@ -301,17 +302,22 @@ class Engine:
             count_fallback(decision.fallback)
         if is_whole and request is not None:
             check_again(graph, request.roots)
-        with restored_on_error(written_leaves(graph), is_from_user), undone_on_error(is_from_user) as bindings:
+        changing = [] if request is None else accumulating(request, graph)
+        # A split run changes no gradient before its commit, which is PyTorch's own addition: no copies.
+        kept = changing if is_whole else [tensor for tensor in changing if tensor.grad is None]
+        # One statement: an interrupt between the ends of two would leave one part done and the other taken back.
+        with (
+            restored_on_error(written_leaves(graph), is_from_user),
+            gradients_restored_on_error(kept, is_from_user),
+            undone_on_error(is_from_user) as bindings,
+        ):
             with without_saved_tensors_hooks():  # Calls that were recorded did not see them.
                 if is_whole:
                     self._whole(task, decision, bindings)
                 else:
                     self._split(task, decision, noted, seeds, bindings)
             if request is not None:
-                # A split run changes no gradient before its commit, which is PyTorch's own addition: no copies.
-                changing = accumulating(request, graph)
-                kept = changing if is_whole else [tensor for tensor in changing if tensor.grad is None]
-                commit(request, seeds, kept, can_be_repeated=len(kept) == len(changing))
+                commit(request, seeds, (), can_be_repeated=len(kept) == len(changing))
         noted.num_calls += len(graph.nodes)
         events.count("runs")
         events.count(f"runs::{decision.how}")

@@ -17,7 +17,7 @@ from koila._scopes import Mark
 from koila.capture.log import Entry, Log
 from koila.capture.lookup import BackwardRequest
 from koila.capture.template import PENDING, Template
-from koila.execution.commit import Binding, commit, is_from_user, restored_on_error
+from koila.execution.commit import Binding, commit, gradients_restored_on_error, is_from_user, restored_on_error
 from koila.execution.prepared import PreparedRun, Question
 from koila.execution.steps import remember
 from koila.ir.ambient import current_context
@@ -46,12 +46,11 @@ class Repetition:
 
     def carry_out(self, request_of: Callable[[], BackwardRequest] | None) -> None:
         """Make the calls and bind the results, then do a backward pass if one is requested; an error undoes all."""
+        changing = [] if request_of is None else self.run.changing(self._entries)
         try:
-            if not self._written:
+            # One statement: an interrupt between the ends of two would leave one part done and the other taken back.
+            with restored_on_error(self._written, is_from_user), gradients_restored_on_error(changing, is_from_user):
                 self._carry_out(request_of)
-            else:
-                with restored_on_error(self._written, is_from_user):
-                    self._carry_out(request_of)
         except BaseException as error:
             if not is_from_user(error):
                 self._take_back()
@@ -67,8 +66,7 @@ class Repetition:
             remember(self._bind_nodes(tensors, failed) if failed else self._bind_all(tensors))
             self._log.take()
         if request_of is not None:
-            request, changing = request_of(), self.run.changing(self._entries)
-            commit(request, (None,), changing, can_be_repeated=True)
+            commit(request_of(), (None,), (), can_be_repeated=True)
 
     def _make_calls(self) -> tuple[list[Any], set[int]]:
         if not self.run.context.nested and self.run.context is current_context():

@@ -38,8 +38,9 @@ class Context:
 
     @property
     def kernels(self) -> tuple[Any, ...]:
-        """Those switches that kernels read while they run; a traced program must run under the same."""
-        return self.switches[FIRST_OF_KERNELS:]
+        """The default dtype, and those switches that kernels read while they run: a traced program must run under the
+        same."""
+        return self.default_dtype, *self.switches[FIRST_OF_KERNELS:]
 
     def enter_region(self) -> ExitStack:
         """The outermost autocast region; its cache of cast weights lives until the stack is closed."""

@@ -101,16 +101,17 @@ def _is_number(static: Any) -> bool:
 
 def _shape_of_static(static: Any) -> Any:
     if _is_number(static):
-        return _range(static[1]) if static[0] is float else int
+        return _range(static[1]) if static[0] is float or static[1] < 0 else int
     return (torch.Size, len(static)) if type(static) is torch.Size else static
 
 
 def _range(number: float) -> Hashable:
-    """What a float has in common with those for which PyTorch's formulas are the same: the gradient of a norm has one
-    of its own for orders below one, up to two, above two, for whole ones and for infinite ones.
+    """What a number has in common with those for which PyTorch's formulas are the same: the gradient of a norm has one
+    of its own for orders below one, up to two, above two, for whole ones and for infinite ones. (Whole numbers that are
+    not negative are sizes, as far as one can see.)
     """
     if not isfinite(number) or number == int(number):
-        return float, str(number)
+        return type(number), str(number)
     return float, max(-2, min(3, floor(number)))
 
 

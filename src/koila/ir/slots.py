@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 _T = torch.Tensor
 
-NONE, ANY_FLOAT, OPERANDS = 0, 1, 2
-"""Which numbers of a function are slots: none; floats but the special ones; all but a few, like tensors."""
+NONE, ANY_FLOAT, OPERANDS, POSITIVE = 0, 1, 2, 3
+"""Which numbers of a function are slots: none; floats but the special ones; all but a few, like tensors; positive
+floats, because the function refuses others."""
 
 _ARITHMETIC = {
     torch.mul, torch.div, torch.add, torch.sub, _T.mul, _T.div, _T.add, _T.sub, _T.mul_, _T.div_, _T.add_, _T.sub_,
@@ -36,7 +37,7 @@ for _place in (torch, _T, F):
     for _name in _OTHERS:
         if callable(_function := getattr(_place, _name, None)):
             _SLOTTED.setdefault(_function, ANY_FLOAT)
-_SLOTTED[F.batch_norm] = OPERANDS
+_SLOTTED[F.batch_norm] = POSITIVE
 
 _SPECIAL = frozenset({0.0, 1.0, 2.0, 3.0, -1.0, -2.0, 0.5, -0.5, float("inf"), float("-inf")})
 """Floats for which operators have a way of their own: a power of two is a product, nothing is dropped out."""
@@ -59,6 +60,8 @@ def is_slot(leaf: Any, slotted: int) -> bool:
     (True, False, False, True)
     """
     kind = type(leaf)
+    if slotted == POSITIVE:
+        return kind is float and leaf > 0
     if kind is float:
         return bool(slotted) and leaf == leaf and (slotted == OPERANDS or leaf not in _SPECIAL)
     return kind is int and slotted == OPERANDS and leaf not in _FEW

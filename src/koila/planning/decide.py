@@ -133,6 +133,9 @@ def _whole(job: Job, projection: Projection | None, reason: str, because: NotSpl
 
 
 def _decide_chunks(job: Job, chunk_size: int) -> Decision:
+    if not job.graph.num_samples:
+        events.count("whole::no batch is known")
+        return _whole(job, None, "no batch is known: no input that it starts from carries one")
     if chunk_size >= job.graph.num_samples:
         return _whole(job, None, "the batch is no larger than a chunk")
     try:
