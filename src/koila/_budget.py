@@ -21,7 +21,7 @@ import torch
 
 from koila._bytes import format_bytes, parse_bytes
 from koila._free import alive_bytes, default_bytes, free_bytes, result_bytes
-from koila._scopes import Scopes, moments
+from koila._scopes import Mark, Scopes, moments
 from koila._warnings import warn_once
 from koila.errors import BudgetError
 
@@ -187,6 +187,8 @@ class _Scope(ContextDecorator):
     def __init__(self, make: Callable[[], Budget], file: str, line: int) -> None:
         self._make = make
         self._file, self._line = file, line
+        self._marks: list[tuple[Mark, Mark]] = []
+        """Those of the scopes that it opened and has not closed."""
         make()
         self._is_used = False
 
@@ -206,14 +208,14 @@ class _Scope(ContextDecorator):
                 process=scope.process or outer.process,
             )
             _check_reserved(scope)
-        _scopes.enter(scope)
-        _opened.enter(next(moments))
+        self._marks.append((_scopes.enter(scope), _opened.enter(next(moments))))
         return scope
 
     def __exit__(self, *_: object) -> None:
         left, opened = _scopes.innermost, _opened.innermost
-        _scopes.leave()
-        _opened.leave()
+        scope, moment = self._marks.pop()
+        _scopes.leave(scope)
+        _opened.leave(moment)
         if left is not None and opened is not None and left.limits:
             _closed.set(Closed(opened, next(moments), f"{self._file}:{self._line}"))
 

@@ -19,8 +19,15 @@ moments = itertools.count()
 """A number for each thing that happens in order: a call that is recorded, a scope that opens or closes."""
 
 
+class Mark:
+    """Stands for something that goes on, as long as the frame that holds it is alive."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Scopes(Generic[T]):
-    """A stack of scopes.
+    """A stack of scopes. Each is open as long as whoever entered it holds its mark: an interrupt may come before the
+    line that closes it.
 
     >>> sizes = Scopes[int]("sizes")
     >>> with sizes.inside(3), sizes.inside(4):
@@ -31,41 +38,45 @@ class Scopes(Generic[T]):
     """
 
     def __init__(self, name: str) -> None:
-        self._stack: ContextVar[tuple[T, ...]] = ContextVar(name, default=())
+        self._stack: ContextVar[tuple[tuple[weakref.ref[Mark], T], ...]] = ContextVar(name, default=())
 
     @property
     def all(self) -> tuple[T, ...]:
         """What every open scope set, the outermost first."""
-        return self._stack.get()
+        return tuple([item for mark, item in self._stack.get() if mark() is not None])
 
     @property
     def innermost(self) -> T | None:
         """What the innermost open scope set; None outside all of them."""
         stack = self._stack.get()
-        return stack[-1] if stack else None
+        if not stack:
+            return None
+        if stack[-1][0]() is not None:
+            return stack[-1][1]
+        return self.all[-1] if self.all else None
 
-    def enter(self, item: T) -> None:
-        """Open a scope; for scopes that are classes of their own, else use `inside`."""
-        self._stack.set((*self._stack.get(), item))
+    def enter(self, item: T) -> Mark:
+        """Open a scope; for scopes that are classes of their own, which hold the mark, else use `inside`."""
+        mark = Mark()
+        self._stack.set((*self._others(None), (weakref.ref(mark), item)))
+        return mark
 
-    def leave(self) -> None:
-        """Close the innermost scope."""
-        self._stack.set(self._stack.get()[:-1])
+    def leave(self, mark: Mark) -> None:
+        """Close a scope."""
+        self._stack.set(self._others(mark))
+
+    def _others(self, closing: Mark | None) -> tuple[tuple[weakref.ref[Mark], T], ...]:
+        """The open scopes without one of them."""
+        return tuple([entry for entry in self._stack.get() if entry[0]() is not None and entry[0]() is not closing])
 
     @contextmanager
     def inside(self, item: T) -> Iterator[T]:
         """A scope that sets `item`."""
-        self.enter(item)
+        mark = self.enter(item)
         try:
             yield item
         finally:
-            self.leave()
-
-
-class Mark:
-    """Stands for something that goes on, as long as the frame that holds it is alive."""
-
-    __slots__ = ("__weakref__",)
+            self.leave(mark)
 
 
 class Ongoing:

@@ -12,7 +12,6 @@ from koila._torch.version import SUPPORTED as SUPPORTED
 from koila._torch.version import check_version as check_version
 
 # isort: split
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter, methodcaller
@@ -211,28 +210,8 @@ CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 """A tensor without memory: trackers must not count it. Look at: torch/_subclasses/fake_tensor.py."""
-_one_at_a_time = threading.RLock()
-
-
-class FakeTensorMode(torch._subclasses.fake_tensor.FakeTensorMode):
-    """Shapes without memory, as export uses it; in one thread at a time: two that infer batch norms at once end the
-    process. Look at: torch/_subclasses/fake_tensor.py."""
-
-    def __enter__(self) -> Any:
-        _one_at_a_time.acquire()
-        try:
-            return super().__enter__()
-        except BaseException:
-            _one_at_a_time.release()
-            raise
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            super().__exit__(*error)
-        finally:
-            _one_at_a_time.release()
-
-
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+"""Shapes without memory, as export uses it. Look at: torch/_subclasses/fake_tensor.py."""
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """Logs a traceback for every wrong shape; it is silenced. Look at: torch/_subclasses/fake_tensor.py, `log`."""
 get_proxy_mode = torch.fx.experimental.proxy_tensor.get_proxy_mode

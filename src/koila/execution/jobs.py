@@ -319,6 +319,8 @@ def _why_whole_now(recorded: set[Context]) -> str | None:
     now = current_context()
     if now.anomaly or any(context.anomaly for context in recorded):
         return "anomaly mode looks at the gradient of every call"
+    if len({context.default_dtype for context in recorded}) > 1:
+        return "calls were recorded under several default dtypes"
     if len({context.stream for context in recorded}) > 1:
         return "calls were recorded on several streams of the accelerator"
     if any(context.kernels != now.kernels for context in recorded):

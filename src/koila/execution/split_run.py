@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -231,11 +231,19 @@ def _monoid(item: Item) -> Any:
     return kind.monoid
 
 
+@contextmanager
+def _recorded_state(graph: Graph) -> Iterator[None]:
+    """What kernels read while they run, as it was when the program was recorded; what is traced has its own casts."""
+    context = graph.nodes[0].context
+    with context.enter_stream(), context.enter_dtype(), torch.no_grad(), without_autocast():
+        yield
+
+
 def run_chunked(
     compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any], phase_seconds: list[float] | None = None
 ) -> list[Any]:
     """Run a plan; results in the order of the joint graph."""
-    with graph.nodes[0].context.enter_stream(), torch.no_grad(), without_autocast():
+    with _recorded_state(graph):
         run = _Run(compiled, lambda slots: slot_values(graph, slots), inputs)
         results = run.run()
     if phase_seconds is not None:
@@ -253,7 +261,7 @@ def stream_chunked(compiled: CompiledPlan, graph: Graph, inputs: Sequence[Any]) 
     chunks = run.stream(source)
     while True:
         # Between chunks the caller's code runs: its grad mode must be its own.
-        with graph.nodes[0].context.enter_stream(), torch.no_grad(), without_autocast():
+        with _recorded_state(graph):
             piece = next(chunks, None)
         if piece is None:
             return

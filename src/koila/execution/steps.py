@@ -76,7 +76,7 @@ class step:
         self._step = Step()
         self._tracker = WorkspaceTracker() if self._scopes else None
         self._counters = DeviceCounters() if self._scopes else None
-        _steps.enter(self._step)
+        self._mark = _steps.enter(self._step)
         if self._tracker is not None:
             self._tracker.__enter__()
         return self._step
@@ -86,7 +86,7 @@ class step:
             return
         if self._tracker is not None:
             self._tracker.__exit__(*error)
-        _steps.leave()
+        _steps.leave(self._mark)
         if not self._step.is_empty:
             events.spend("run_seconds", time.perf_counter() - self._step.started)
             on_devices = 0 if self._counters is None else self._counters.peak_bytes()

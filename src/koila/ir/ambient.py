@@ -38,9 +38,16 @@ class Context:
 
     @property
     def kernels(self) -> tuple[Any, ...]:
-        """The default dtype, and those switches that kernels read while they run: a traced program must run under the
-        same."""
-        return self.default_dtype, *self.switches[FIRST_OF_KERNELS:]
+        """Those switches that kernels read while they run; a traced program must run under the same."""
+        return self.switches[FIRST_OF_KERNELS:]
+
+    def enter_dtype(self) -> ExitStack:
+        """The default dtype that the call was recorded under."""
+        stack, now = ExitStack(), torch.get_default_dtype()
+        if now != self.default_dtype:
+            stack.callback(torch.set_default_dtype, now)
+            torch.set_default_dtype(self.default_dtype)
+        return stack
 
     def enter_region(self) -> ExitStack:
         """The outermost autocast region; its cache of cast weights lives until the stack is closed."""
@@ -77,9 +84,7 @@ class Context:
         if now != self.switches:
             stack.callback(set_switches, now)
             set_switches(self.switches)
-        if torch.get_default_dtype() != self.default_dtype:
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(self.default_dtype)
+        stack.enter_context(self.enter_dtype())
         return stack
 
 
