@@ -3,9 +3,9 @@
 *Takes* the numbers of two or more programs of one structure, as samples. *Gives* `Formulas`: the few of them that vary
 by themselves, the symbols, and for any number that was seen in every sample a `Formula` of the symbols, if there is one
 of the few kinds that are looked for: a product of symbols, times a whole number, plus or minus at most two; for floats
-also the inverse of one, or its root, but only of sizes of inputs: nothing that was recorded would contradict a wrong
-one, and what follows from the order of a norm follows from nothing else. There is no division on purpose: `(T - 1) // 2
-+ 1` and `T // 2` agree in too many samples. No torch here.
+also the inverse of one (a mean), or its root. From numbers that are not sizes of inputs, the order of a norm, say, only
+the inverse follows: nothing that was recorded would contradict a formula that fits by chance. There is no division on
+purpose: `(T - 1) // 2 + 1` and `T // 2` agree in too many samples. No torch here.
 """
 
 from __future__ import annotations
@@ -149,22 +149,22 @@ class Formulas:
         return None
 
     def _float(self, values: Values) -> Formula | None:
-        products = [(product, symbols) for product, symbols in self._products if self._numbers.isdisjoint(symbols)]
+        of_sizes = [(product, symbols) for product, symbols in self._products if self._numbers.isdisjoint(symbols)]
         for power in (1.0, -1.0, -0.5, 0.5):
-            for product, symbols in products:
+            for product, symbols in self._products if power == -1.0 else of_sizes:
                 for factor in (1, -1, 2, -2, 0.5, -0.5):
                     for summand in (0, 1, -1):
                         formula = Formula(symbols, factor, summand, power)
                         if all(_gives(formula, p, value) for p, value in zip(product, values, strict=True)):
                             return formula
-        for product, symbols in products if values[0] else ():
+        for product, symbols in self._products if values[0] else ():
             for factor, summand in ((f, s) for f in (1, -1, 2, -2) for s in (0, 1, -1)):
                 first = values[0] * (product[0] + summand)
                 formula = Formula(symbols, factor, summand, -1.0, round(factor / first) if first else 0)
                 pairs = zip(product, values, strict=True)
                 if formula.divisor > 0 and all(_gives(formula, p, value) for p, value in pairs):
                     return formula
-        for product, symbols in products:
+        for product, symbols in of_sizes:
             divisor = round(product[0] / values[0]) if values[0] else 0
             if abs(divisor) > 1 and all(p / divisor == v for v, p in zip(values, product, strict=True)):
                 return Formula(symbols, divisor=divisor)
