@@ -134,6 +134,21 @@ def test_a_resolved_conjugate_has_memory_of_its_own(size: int | None) -> None:
         torch.testing.assert_close(program(koila.lazy), program(of_eager), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.semantics("S12")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_hook_on_a_leaf_takes_part_in_a_recorded_gradient(size: int | None) -> None:
+    def program(lazy: Lazy) -> Any:
+        weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        x = lazy(given)
+        scaled = weight * x
+        weight.register_hook(lambda gradient: gradient * 0.5)
+        return (x * torch.autograd.grad(scaled.sum(), weight, create_graph=True)[0].mean()).sum().item()
+
+    given = randn(5, 4)
+    with scope(size):
+        assert program(koila.lazy) == pytest.approx(program(of_eager), rel=1e-12)
+
+
 # Errors and statistics.
 
 
