@@ -18,9 +18,9 @@ from koila._budget import Budget, current_budget, free_bytes, make_budget, read_
 from koila.analysis.custom import add_rule
 from koila.capture.bridge import Bridge
 from koila.capture.eager import EagerTensor
+from koila.capture.gradients import BackwardRequest
 from koila.capture.inputs import make_lazy
 from koila.capture.lazy import LazyTensor, real_tensor
-from koila.capture.lookup import BackwardRequest
 from koila.capture.patches import install
 from koila.capture.pending import recorder
 from koila.capture.purity import declare_pure

@@ -142,7 +142,7 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
         return float("inf")
     if not expected.is_floating_point():
         return 0.0 if torch.equal(found, expected) else float("inf")
-    return float((found - expected).norm())
+    return float((found - expected).detach().norm())
 
 
 def reference(program: Program) -> tuple[Outcome, dict[str, float]]:
@@ -160,7 +160,7 @@ def reference(program: Program) -> tuple[Outcome, dict[str, float]]:
     for name, tensor in expected.tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise Discarded(f"{name} is not finite")
-        size = float(tensor.norm()) if tensor.is_floating_point() else 0.0
+        size = float(tensor.detach().norm()) if tensor.is_floating_point() else 0.0
         jump = max(_difference(other.tensors[name], tensor) for other in shaken)
         if jump > 1e-11 * max(1.0, size):
             raise Discarded(f"{name} is ill conditioned: {jump:.1e}")

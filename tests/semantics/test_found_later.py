@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 import koila
+from koila._torch import TorchDispatchMode
 from koila.capture.pending import recorder
 
 SIZES = (None, 1, 3)
@@ -340,3 +341,111 @@ def test_budgets_hold_where_a_step_has_a_break(program: Callable[..., Any]) -> N
             assert report.measured_bytes is not None
             assert report.projected_bytes is None or report.measured_bytes <= report.projected_bytes <= budget
     assert len(accepted) > 8  # A larger budget is never refused.
+
+
+# What is asked for at one time and run at another.
+
+
+@pytest.mark.semantics("S12")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("when", ["before", "after", "removed"])
+def test_a_hook_on_a_leaf_sees_the_gradients_asked_for_while_it_is_there(when: str, size: int | None) -> None:
+    torch.manual_seed(0)
+    x, w = randn(6, 3), randn(3, 4)
+
+    def run(lazy: Lazy) -> tuple[Any, ...]:
+        seen, p = list[Tensor](), w.clone().requires_grad_()
+
+        def hook(gradient: Tensor) -> Tensor:
+            seen.append(gradient.detach().clone())
+            return gradient * 2
+
+        handle = p.register_hook(hook) if when != "after" else None
+        h = lazy(x) @ p
+        (g,) = torch.autograd.grad(h.square().sum(), p, create_graph=True)
+        if handle is None:
+            p.register_hook(hook)
+        elif when == "removed":
+            handle.remove()
+        loss = (h * g.mean()).sum()
+        loss.backward()
+        return float(loss.detach()), p.grad, seen
+
+    with scope(size):
+        found = run(koila.lazy)
+    torch.testing.assert_close(found, run(of_eager), rtol=1e-12, atol=0)
+
+
+class _Swap(TorchDispatchMode):
+    """Another function instead of tanh; counts its calls."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        func = torch.ops.aten.sigmoid.default if func is torch.ops.aten.tanh.default else func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.semantics("S15")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_dispatch_mode_sees_the_calls_that_are_made_inside_of_it(size: int | None) -> None:
+    """In chunks it sees their operators, which may be others (`tanh_`), but none that was recorded before."""
+    torch.manual_seed(0)
+    x, w = randn(6, 3), randn(3, 3).requires_grad_()
+
+    def run(lazy: Lazy) -> list[Any]:
+        w.grad = None
+        outside = (lazy(x) @ w).tanh().sum()
+        with _Swap() as mode:
+            inside = (lazy(x) @ w).tanh().sum()
+            first = outside.item()
+        calls = mode.calls
+        (outside + inside).backward()
+        assert mode.calls == calls > 0
+        return [first, *([] if size else [float(inside.detach()), w.grad])]
+
+    with scope(size):
+        found = run(koila.lazy)
+    torch.testing.assert_close(found, run(of_eager), rtol=1e-12, atol=0)
+
+
+@pytest.mark.semantics("S3")
+def test_a_write_to_elements_that_share_memory_is_refused_at_its_call() -> None:
+    z = koila.lazy(torch.ones(7, 3)) * torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        z.mean(0).expand(7, 3).add_(z)
+
+
+class _Assign(torch.autograd.Function):
+    """Writes to a part of a buffer without a version, as solvers of differential equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, value: Tensor, index: Any) -> Tensor:
+        ctx.index = index
+        buffer.data[index] = value
+        return buffer
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, gradient[ctx.index], None
+
+
+@pytest.mark.semantics("S18")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_part_of_a_leaf_that_nobody_reads_may_be_written(size: int | None) -> None:
+    torch.manual_seed(0)
+    net, y = nn.Linear(2, 2).double(), randn(7, 2)
+
+    def run(lazy: Lazy) -> list[Any]:
+        net.zero_grad()
+        start = lazy(y)
+        k = _Assign.apply(torch.empty(7, 2, 3).double(), net(start), (..., 0))
+        for i in range(2):
+            start = lazy(y) + (k[..., : i + 1].square() * 0.3).sum(-1)
+            k = _Assign.apply(k, net(start), (..., i + 1))
+        start.square().mean().backward()
+        return [p.grad.clone() for p in net.parameters()]  # type: ignore[union-attr]
+
+    with scope(size):
+        torch.testing.assert_close(run(koila.lazy), run(of_eager), rtol=1e-12, atol=0)

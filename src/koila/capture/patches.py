@@ -22,6 +22,7 @@ import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
+from koila._torch import TorchDispatchMode
 from koila._torch.dynamo import keep_dynamo_out
 from koila._torch.modules import BUFFER_READERS, SWAPS_TENSORS
 from koila._torch.switches import watch_precision
@@ -196,6 +197,37 @@ def _patch_variables() -> None:
     kind.__new__ = staticmethod(make)
 
 
+_INNER_MODES = ("koila.", "torch._", "torch.fx.")
+"""Modes of these packages are how koila and PyTorch look at programs, and no part of a user's."""
+
+
+def _patch_modes() -> None:
+    """A `TorchDispatchMode` sees the calls that are made inside of it: what is pending runs before it is entered, and
+    what was recorded inside before it is left."""
+    enter, leave = TorchDispatchMode.__enter__, TorchDispatchMode.__exit__
+
+    def run_pending(mode: Any) -> None:
+        place = recorder.place
+        if recorder.is_idle or place.runs or place.traces or type(mode).__module__.startswith(_INNER_MODES):
+            return
+        held = [value for value in recorder.held() if value.node is not None and not value.node.done]
+        Bridge.realizer.run_what_fits(held, "a TorchDispatchMode")
+
+    @wraps(enter)
+    def entered(self: Any) -> Any:
+        run_pending(self)
+        return enter(self)
+
+    @wraps(leave)
+    def left(self: Any, kind: Any, error: Any, traceback: Any) -> Any:
+        if kind is None:
+            run_pending(self)
+        return leave(self, kind, error, traceback)
+
+    kind: Any = TorchDispatchMode
+    kind.__enter__, kind.__exit__ = entered, left
+
+
 _lock = threading.Lock()
 _installed: list[bool] = []
 _TRACED = ("statistics", "writes")
@@ -230,6 +262,7 @@ def install() -> None:
             patch_gradcheck()
             _patch_averages()
             _patch_variables()
+            _patch_modes()
             install_writes()
             register_optimizer_step_pre_hook(_before_step)
             _installed.append(True)

@@ -95,6 +95,14 @@ def before_write(tensor: torch.Tensor, unseen: bool = False) -> None:
         recorder.warn_reruns(tensor, unseen)
 
 
+def before_hook(tensor: torch.Tensor) -> None:
+    """A hook will be registered on a real tensor: gradients that were asked for before do not pass through it."""
+    asked = (node for node in recorder.recorded() if node.func is torch.autograd.grad and not node.done)
+    due = [value for node in asked if any(each is tensor for each in node.operands) for value in _results(node)]
+    if due:
+        Bridge.realizer.materialize(due, "a hook on what it is a gradient of")
+
+
 def _run_for_others(found: _Readers) -> None:
     refusal: BudgetError | None = None
     try:

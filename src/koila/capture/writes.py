@@ -22,7 +22,7 @@ from koila._torch import DATA_GETTER, DATA_SETTER, TO_DLPACK
 from koila.capture.bridge import Bridge
 from koila.capture.lookup import implementation, original_methods
 from koila.capture.pending import recorder
-from koila.capture.readers import before_write
+from koila.capture.readers import before_hook, before_write
 from koila.capture.record import realize
 
 _place = recorder.place
@@ -82,6 +82,21 @@ def _patch_data() -> None:
     torch.Tensor.data = property(_read_data, _replace_data, doc=DATA_GETTER.__self__.__doc__)  # type: ignore[assignment]
 
 
+def _patch_hooks() -> None:
+    original = torch.Tensor.register_hook
+
+    @wraps(original)
+    def register_hook(self: Any, hook: Any) -> Any:
+        if type(self) is Bridge.lazy_type:
+            return implementation(original)(self, hook)
+        if not recorder.is_idle:
+            before_hook(self)
+        return original(self, hook)
+
+    original_methods["register_hook"] = original
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
 def _patch_dlpack() -> None:
     """The conversion of old, which asks nobody; `torch.from_dlpack` asks the tensor."""
     original = TO_DLPACK
@@ -98,4 +113,5 @@ def install_writes() -> None:
     """Patch; called once."""
     _patch_methods()
     _patch_data()
+    _patch_hooks()
     _patch_dlpack()

@@ -14,7 +14,7 @@ from typing import Any
 
 from koila._api import explain_request
 from koila.capture.bridge import Bridge
-from koila.capture.lookup import BackwardRequest
+from koila.capture.gradients import BackwardRequest
 from koila.cli import exits
 from koila.cli.files import file_ending_in
 from koila.cli.run import add_script_arguments, lazy_inputs, refused

@@ -27,8 +27,10 @@ from koila.execution.whole_run import gradients_whole
 from koila.ir.graph import Graph, collect, connected_leaves, connected_nodes
 from koila.ir.job import Demand, Job, Wanted
 from koila.ir.node import Value, version_of
+from koila.ir.replay import replay_node
 from koila.ir.second_order import reached_leaves
 from koila.ir.source import user_site
+from koila.ir.tree import leaves as leaves_of
 from koila.planning.decide import Decision, decision_for
 
 
@@ -134,8 +136,26 @@ def _own_graph(graph: Graph, group: tuple[int, ...]) -> Graph:
     return Graph(tuple(node for node in needed.nodes if node in graph.positions), tuple(values))
 
 
-def _digest(leaf: torch.Tensor) -> tuple[float, ...]:
-    """Three numbers that change with the data, whatever is done to all of it alike."""
+def _read_of(leaf: torch.Tensor, graph: Graph) -> list[torch.Tensor]:
+    """What a program reads of a leaf: views, where each of its calls takes one; else all of it."""
+    found: list[torch.Tensor] = []
+    for node in graph.nodes:
+        reals = [operand.real if isinstance(operand, Value) else operand for operand in node.operands]
+        if not any(real is leaf for real in reals):
+            continue
+        if len(reals) > 1 or node.inference.writes or not all(output.is_view for output in node.inference.outputs):
+            return [leaf]
+        with torch.no_grad():
+            found += leaves_of(replay_node(node, lambda each: each.real if isinstance(each, Value) else each))
+    return found
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> tuple[float, ...]:
+    """Three numbers for each that change with the data, whatever is done to all of it alike."""
+    return tuple([number for tensor in tensors for number in _numbers(tensor)])
+
+
+def _numbers(leaf: torch.Tensor) -> tuple[float, ...]:
     data = leaf.detach()
     data = torch.view_as_real(data.resolve_conj()) if data.is_complex() else data
     total = data.sum(dtype=torch.float64 if data.is_floating_point() else torch.int64)
@@ -170,10 +190,13 @@ class _Rerun:
         for index in self._places.get(address, ()):
             leaf = self.own.leaves[index]
             if unseen:
-                self._digests.setdefault(index, _digest(leaf))
+                self._digests.setdefault(index, self._read_now(index))
             elif index not in self._copies and not leaf.requires_grad and not self._has_changed(index):
                 events.count("segment::copied", site=user_site())
                 self._copies[index] = leaf.detach().clone()
+
+    def _read_now(self, index: int) -> tuple[float, ...]:
+        return _digest(_read_of(self.own.leaves[index], self.own))
 
     def _has_changed(self, index: int) -> bool:
         return version_of(self.own.leaves[index]) != self.versions[index]
@@ -187,7 +210,7 @@ class _Rerun:
         changed = [index for index in range(len(self.versions)) if self._has_changed(index)]
         digests = ((index, digest) for index, digest in self._digests.items() if index not in changed)
         is_stale = not all(map(self._is_known, changed))
-        if is_stale or any(_digest(self.own.leaves[index]) != digest for index, digest in digests):
+        if is_stale or any(self._read_now(index) != digest for index, digest in digests):
             raise StaleInputError(
                 "an input was changed after the forward pass and before the backward pass that needs it",
                 where=f"recorded at {self.own.nodes[0].site}, run at {user_site()}",

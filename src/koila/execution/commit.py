@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from koila._torch import preserve_version
-from koila.capture.lookup import BackwardRequest
+from koila.capture.gradients import BackwardRequest
 from koila.errors import BudgetError
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Storage, Value

@@ -19,7 +19,7 @@ from koila._torch import without_saved_tensors_hooks
 from koila._torch.dynamo import without_dynamo
 from koila._torch.transforms import outside_transforms
 from koila.analysis.program import NotSplittable, program_of
-from koila.capture.lookup import BackwardRequest, GradRequest
+from koila.capture.gradients import BackwardRequest, GradRequest
 from koila.capture.pending import Recorder
 from koila.errors import BudgetError
 from koila.execution.advice import warn_of_closed_scope

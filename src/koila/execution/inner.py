@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from koila.capture.lookup import GradRequest
+from koila.capture.gradients import GradRequest
 from koila.errors import CaptureError
 from koila.execution.attach import count_fallback
 from koila.execution.segment import SegmentState

@@ -14,8 +14,7 @@ import torch
 
 from koila._budget import Budget, current_budget, default_bytes
 from koila._free import is_here
-from koila._torch import tensor_hooks
-from koila.capture.lookup import BackwardRequest
+from koila.capture.gradients import BackwardRequest
 from koila.capture.pending import address_of
 from koila.errors import BudgetError
 from koila.execution.behind import history_behind
@@ -273,8 +272,6 @@ def _why_whole(own: Evaluation, request: BackwardRequest | None) -> str | None:
         return "a value whose elements share memory (expand, unfold) is written to through a view"
     if any(node.func in HOOKS for node in graph.nodes):
         return "hooks on lazy values see whole gradients"
-    if any(node.func is torch.autograd.grad for node in graph.nodes) and any(map(tensor_hooks, graph.leaves)):
-        return "hooks on leaves take part in gradients that were recorded"
     marked = [node.operands[0] for node in graph.nodes if node.func is torch.Tensor.requires_grad_]
     if any(isinstance(value, Value) and value.is_held for value in marked):
         return "requires_grad_() on a lazy value makes a leaf that collects its own gradient"

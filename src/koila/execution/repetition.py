@@ -14,8 +14,8 @@ import torch
 
 from koila import events
 from koila._scopes import Mark
+from koila.capture.gradients import BackwardRequest
 from koila.capture.log import Entry, Log
-from koila.capture.lookup import BackwardRequest
 from koila.capture.template import PENDING, Template
 from koila.execution.commit import Binding, commit, gradients_restored_on_error, is_from_user, restored_on_error
 from koila.execution.prepared import PreparedRun, Question

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from koila.analysis.trace import seed_layout
-from koila.capture.lookup import BackwardRequest
+from koila.capture.gradients import BackwardRequest
 from koila.execution.history import history_of
 from koila.execution.jobs import Task
 from koila.ir.node import Value

@@ -110,7 +110,10 @@ class _Watch(TorchDispatchMode):
             given = [*args, *(kwargs.get(each.name) for each in schema_of(func).arguments[len(args) :])]
             for argument, value in zip(schema_of(func).arguments, given, strict=True):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    self.writes |= {_storage_id(leaf) for leaf in leaves(value) if isinstance(leaf, torch.Tensor)}
+                    written = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+                    if any(map(_overlaps_itself, written)):
+                        raise _NeedsData("a write to elements that share their memory, which most kernels refuse")
+                    self.writes |= set(map(_storage_id, written))
         if any(isinstance(leaf, torch.dtype) and leaf in QUANTISED for leaf in (*args, *kwargs.values())):
             raise _NeedsData("quantised data")
         known = known_result(func, args, kwargs) if self.on_meta else None
@@ -270,6 +273,11 @@ def infer(
     if inference.outputs or inference.writes or _only_asks(func, inference.structure):
         return inference
     return _unseen("it shows neither results nor writes", len(operands))
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements have one place, as in an expanded tensor: kernels ask no more, fake ones nothing."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _unseen(why: str, num_operands: int) -> Inference:

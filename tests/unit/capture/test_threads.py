@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.fx import _symbolic_trace
 
 import koila
-from koila._scopes import Scopes
+from koila._scopes import Scopes, Turn
 
 
 def together(*works: Callable[[], Any]) -> None:
@@ -33,14 +33,6 @@ def together(*works: Callable[[], Any]) -> None:
         thread.join()
     if errors:
         raise errors[0]
-
-
-@pytest.fixture(autouse=True)
-def flag() -> Iterator[None]:
-    """`make_fx` keeps a flag for the whole process, which two threads that trace at once leave set: put it back."""
-    before = _symbolic_trace._is_fx_tracing_flag
-    yield
-    _symbolic_trace._is_fx_tracing_flag = before
 
 
 @pytest.mark.semantics("S20")
@@ -182,3 +174,34 @@ def test_a_budget_decorator_serves_two_threads_at_once() -> None:
     koila.metrics.reset()
     assert koila.lazy(torch.ones(6, 2)).sum().item() == 12.0
     assert koila.metrics.counter_value("chunks") == 0
+
+
+def test_a_turn_is_one_threads_at_a_time(many_switches: None) -> None:
+    turn, inside, most = Turn(), list[int](), list[int]()
+
+    def work() -> None:
+        for number in range(50):
+            assert turn.take(sys._getframe())
+            inside.append(number)
+            assert not turn.take(sys._getframe())  # Its own thread may go on.
+            most.append(len(inside))
+            inside.pop()
+            turn.leave()
+
+    together(work, work, work)
+    assert max(most) == 1
+
+
+def test_a_turn_ends_with_the_function_that_took_it() -> None:
+    """An interrupt comes before it is left, and whoever catches it keeps the frame."""
+    turn = Turn()
+
+    def interrupted() -> None:
+        turn.take(sys._getframe())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupted()
+    taken = list[bool]()
+    together(lambda: taken.append(turn.take(sys._getframe())))
+    assert taken == [True] and caught.tb is not None
