@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import koila
 from benchmarks.programs import Program, make
 from benchmarks.witness import Watch
+from koila._torch import RunMode
 from koila.planning.tracker import StorageTracker
 from koila.planning.workspace import workspace_bytes
 
@@ -143,7 +143,7 @@ def _compiled(program: Program, share: float) -> Step:
 # Measuring, in a subprocess.
 
 
-class HiddenBytes(TorchDispatchMode):
+class HiddenBytes(RunMode):
     """What each operator allocates beyond its results, and what the table of workspaces says of it."""
 
     def __init__(self) -> None:

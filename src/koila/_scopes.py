@@ -7,15 +7,10 @@ loop, has scopes of its own: a scope that one of them enters is not seen by the 
 from __future__ import annotations
 
 import itertools
-import sys
-import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from types import FrameType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -115,57 +110,3 @@ class Ongoing:
     def end(self, mark: Mark) -> None:
         """It has ended."""
         self._marks.pop(id(mark), None)
-
-
-@dataclass(frozen=True, eq=False)
-class _Holder:
-    """Who has a turn: a function that is running."""
-
-    thread: int
-    frame: FrameType
-
-    def is_running(self) -> bool:
-        frame = sys._current_frames().get(self.thread)
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is not None
-
-
-class Turn:
-    """One thread at a time; a thread that has its turn may take it again.
-
-    It ends when it is left, or else with the function that took it: a lock that an interrupt leaves taken would stop
-    all other threads for good.
-
-    >>> turn = Turn()
-    >>> turn.take(sys._getframe()), turn.take(sys._getframe())
-    (True, False)
-    >>> turn.leave()
-    """
-
-    _WAIT_SECONDS = 0.001
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._holder: _Holder | None = None
-
-    def take(self, frame: FrameType) -> bool:
-        """Wait until no other thread has its turn; False if this thread has it already, and whoever took it leaves.
-
-        Args:
-            frame: The function that takes it.
-        """
-        mine = _Holder(threading.get_ident(), frame)
-        while True:
-            with self._lock:
-                holder = self._holder
-                if holder is None or not holder.is_running():
-                    self._holder = mine
-                    return True
-            if holder.thread == mine.thread:
-                return False
-            time.sleep(self._WAIT_SECONDS)
-
-    def leave(self) -> None:
-        """The turn has ended."""
-        self._holder = None

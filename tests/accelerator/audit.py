@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
-from koila._torch import schema_of
+from koila._torch import RunMode, schema_of
 from koila.analysis.decompositions import decompositions
 from koila.analysis.rules import rule_for
 from koila.ir.attention import OPERATORS as ATTENTION
@@ -69,7 +68,7 @@ REASONS: dict[str, tuple[str, ...]] = {
 """Why operators have no rule."""
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(RunMode):
     """Notes the operators that are called, and whether one of them makes float32 out of float64."""
 
     def __init__(self) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
+from koila._torch import RunMode
 from tests.accelerator.trial import distance, step
 
 autocast = partial(torch.autocast, "sim", dtype=torch.bfloat16)
@@ -70,7 +70,7 @@ def test_a_gradient_scaler_of_the_device() -> None:
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*found, strict=True))
 
 
-class StreamsOf(TorchDispatchMode):
+class StreamsOf(RunMode):
     """Notes on which stream products are made."""
 
     def __init__(self) -> None:

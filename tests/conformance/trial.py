@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 import koila
+from koila._torch import RunMode
 from koila.capture.pending import recorder
 from tests.conformance.alarm import alarm
 from tests.conformance.proof import is_proved
@@ -291,7 +291,7 @@ def depends_on_data(trial: Trial, expected: Seen) -> bool:
     return False
 
 
-class _Narrow(TorchDispatchMode):
+class _Narrow(RunMode):
     """Notes whether an operator makes float32 out of float64."""
 
     found = False

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
+from koila._torch import RunMode
 from koila.analysis import program as programs
 from koila.analysis.trace import Joint
 from tests.models import Task, language, vision
@@ -18,7 +18,7 @@ from tests.models import Task, language, vision
 MATMULS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
 
 
-class Operators(TorchDispatchMode):
+class Operators(RunMode):
     """How often each operator runs."""
 
     def __init__(self) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import koila
+from koila._torch import RunMode
 
 TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-6, torch.complex64: 1e-6}
 """Rule 1: ‖a−b‖ ≤ tol·‖b‖."""
@@ -264,7 +264,7 @@ def _product(sizes: Iterable[int]) -> int:
     return count
 
 
-class Largest(TorchDispatchMode):
+class Largest(RunMode):
     """Watches for the largest real tensor that any operator gives."""
 
     def __init__(self) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
+from koila._torch import RunMode
 from tests.models import Task, language, vision
 
 BATCH = 5
@@ -37,7 +37,7 @@ class Fault(Exception):
     """What an operator raises here."""
 
 
-class FailAt(TorchDispatchMode):
+class FailAt(RunMode):
     """Raises at one operator, and counts them all."""
 
     def __init__(self, place: int | None, error: type[BaseException] = Fault) -> None:

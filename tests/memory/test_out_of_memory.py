@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
+from koila._torch import RunMode
 from koila.planning.decide import forget_decisions
 from tests.exactness.test_faults import State, assert_eager, assert_unchanged, record, start, state_of
 from tests.models import Task, language, vision
@@ -40,7 +40,7 @@ def accelerator_error(num_bytes: int) -> torch.OutOfMemoryError:
 ERRORS = (cpu_error, accelerator_error)
 
 
-class RunsOut(TorchDispatchMode):
+class RunsOut(RunMode):
     """Raises an allocator's error at one operator, or at each that makes a storage above a size."""
 
     def __init__(self, place: int | None = None, above: int | None = None, kind: int = 0) -> None:

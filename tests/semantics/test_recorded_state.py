@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import koila
-from koila._torch import TorchDispatchMode
+from koila._torch import RunMode
 from tests.semantics.modes import MODES, Scope, assert_same, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # PyTorch's own switch warns.
@@ -64,7 +64,7 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 """For each state, a scope that changes it and what reads it."""
 
 
-class Probe(TorchDispatchMode):
+class Probe(RunMode):
     """Reads a state whenever numbers are added."""
 
     def __init__(self, read: Callable[[], Any]) -> None:

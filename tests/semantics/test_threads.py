@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import koila
-from koila._torch import TorchDispatchMode
+from koila._torch import RunMode
 from tests.semantics.modes import MODES, Scope, assert_same, plain
 
 pytestmark = pytest.mark.semantics("S20")
@@ -212,7 +212,7 @@ def test_an_interrupt_between_any_two_lines(scope: Scope) -> None:
 
 @MODES
 def test_a_signal_in_the_middle_of_a_run(scope: Scope) -> None:
-    class Signal(TorchDispatchMode):
+    class Signal(RunMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if str(func).startswith("aten.tanh"):
                 signal.raise_signal(signal.SIGINT)

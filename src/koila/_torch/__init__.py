@@ -12,7 +12,6 @@ from koila._torch.version import SUPPORTED as SUPPORTED
 from koila._torch.version import check_version as check_version
 
 # isort: split
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter, methodcaller
@@ -27,7 +26,6 @@ import torch.autograd.grad_mode
 import torch.fx.experimental.proxy_tensor
 import torch.utils._python_dispatch
 
-from koila._scopes import Turn
 from koila._torch.distributed import BROADCAST_COALESCED as BROADCAST_COALESCED
 from koila._torch.distributed import FIND_TENSORS as FIND_TENSORS
 from koila._torch.distributed import GROUP_METHODS as GROUP_METHODS
@@ -36,6 +34,7 @@ from koila._torch.distributed import finished as finished
 from koila._torch.distributed import is_collective as is_collective
 from koila._torch.distributed import tree_flatten as tree_flatten
 from koila._torch.distributed import tree_unflatten as tree_unflatten
+from koila._torch.fakes import in_turn as in_turn
 from koila._torch.operators import PRIVATE_OPERATORS as PRIVATE_OPERATORS
 
 # Operators as objects.
@@ -212,32 +211,11 @@ CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 """A tensor without memory: trackers must not count it. Look at: torch/_subclasses/fake_tensor.py."""
-_fakes = Turn()
-
-
-class FakeTensorMode(torch._subclasses.fake_tensor.FakeTensorMode):
-    """Shapes without memory, as export uses it; in one thread at a time.
-
-    Two threads that decompose an operator at once, each for the first time, end in a segmentation fault of PyTorch's.
-    Look at: torch/_subclasses/fake_tensor.py, torch/_ops.py `decompose`.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._takes: list[bool] = []
-
-    def __enter__(self) -> "FakeTensorMode":
-        self._takes.append(_fakes.take(sys._getframe(1)))
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        try:
-            super().__exit__(*exception)
-        finally:
-            if self._takes.pop():
-                _fakes.leave()
-
-
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+"""Shapes without memory, as export uses it; see `in_turn`. Look at: torch/_subclasses/fake_tensor.py."""
+INNER_MODES = ("torch._", "torch.fx.")
+"""Where modes are defined with which PyTorch looks at programs, and which are no part of a user's. Look at: the classes
+that inherit from TorchDispatchMode."""
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """Logs a traceback for every wrong shape; it is silenced. Look at: torch/_subclasses/fake_tensor.py, `log`."""
 get_proxy_mode = torch.fx.experimental.proxy_tensor.get_proxy_mode
@@ -259,6 +237,12 @@ def dissolve(graph: torch.fx.Graph) -> None:
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Sees operators as they run. Look at: torch/utils/_python_dispatch.py; everybody uses it."""
+
+
+class RunMode(TorchDispatchMode):
+    """Sees the operators of runs. Any other mode is the user's: it sees the calls that are made inside of it."""
+
+
 without_modes = torch.utils._python_dispatch._disable_current_modes
 """Values of constants are real, also while a mode is active. Look at: torch/utils/_python_dispatch.py."""
 

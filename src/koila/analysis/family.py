@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from koila._torch import FakeTensorMode, OpOverload, without_modes
+from koila._torch import FakeTensorMode, OpOverload, in_turn, without_modes
 from koila.analysis.formulas import SMALL, Formula, Formulas, NoFormula
 from koila.analysis.marks import SlotArgument
 from koila.analysis.trace import Joint, Traced, inputs_of
@@ -336,6 +336,11 @@ def _run(target: Any, args: Any, kwargs: Any) -> Any:
             return target(*args, **kwargs)
         except NotImplementedError:
             pass
+    return _run_on_cpu(target, args, kwargs)
+
+
+@in_turn
+def _run_on_cpu(target: Any, args: Any, kwargs: Any) -> Any:
     with FakeTensorMode(allow_non_fake_inputs=True):
         cpu = lambda leaf: _moved(leaf, "cpu") if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
         named = {name: value for name, value in kwargs.items() if name != "device"}

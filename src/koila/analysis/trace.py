@@ -24,10 +24,11 @@ from koila import events
 from koila._torch import (
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
+    RunMode,
     dissolve,
     get_proxy_mode,
     graph_root,
+    in_turn,
     make_fx,
     ordinary_dispatch,
     without_saved_tensors_hooks,
@@ -210,7 +211,7 @@ class _Program:
             return list(torch.autograd.grad(roots, wrt, seeds, allow_unused=True))
 
 
-class _Refusals(TorchDispatchMode):
+class _Refusals(RunMode):
     """Sees the operators of a backward pass before they are decomposed: what eager refuses is not traced."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,6 +252,7 @@ class _Retrace(fx.Interpreter):
         return result
 
 
+@in_turn
 def trace(graph: Graph, demand: Demand, whole_norms: bool = False, plain: frozenset[Place] = frozenset()) -> Joint:
     """Trace a program once for all programs of its structure.
 

@@ -22,7 +22,7 @@ import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from koila._torch import TorchDispatchMode
+from koila._torch import INNER_MODES, RunMode, TorchDispatchMode
 from koila._torch.dynamo import keep_dynamo_out
 from koila._torch.modules import BUFFER_READERS, SWAPS_TENSORS
 from koila._torch.switches import watch_precision
@@ -197,35 +197,54 @@ def _patch_variables() -> None:
     kind.__new__ = staticmethod(make)
 
 
-_INNER_MODES = ("koila.", "torch._", "torch.fx.")
-"""Modes of these packages are how koila and PyTorch look at programs, and no part of a user's."""
-
-
-def _patch_modes() -> None:
-    """A `TorchDispatchMode` sees the calls that are made inside of it: what is pending runs before it is entered, and
-    what was recorded inside before it is left."""
-    enter, leave = TorchDispatchMode.__enter__, TorchDispatchMode.__exit__
-
-    def run_pending(mode: Any) -> None:
-        place = recorder.place
-        if recorder.is_idle or place.runs or place.traces or type(mode).__module__.startswith(_INNER_MODES):
-            return
+def _run_pending() -> None:
+    place = recorder.place
+    if not (recorder.is_idle or place.runs or place.traces):
         held = [value for value in recorder.held() if value.node is not None and not value.node.done]
         Bridge.realizer.run_what_fits(held, "a TorchDispatchMode")
 
-    @wraps(enter)
-    def entered(self: Any) -> Any:
-        run_pending(self)
-        return enter(self)
 
-    @wraps(leave)
-    def left(self: Any, kind: Any, error: Any, traceback: Any) -> Any:
-        if kind is None:
-            run_pending(self)
-        return leave(self, kind, error, traceback)
+def _patch_modes() -> None:
+    """A `TorchDispatchMode` of the user's sees the calls that are made inside of it: what is pending runs before it is
+    entered, and what was recorded inside before it is left. Other modes are left as they were."""
 
-    kind: Any = TorchDispatchMode
-    kind.__enter__, kind.__exit__ = entered, left
+    def prepare(kind: Any) -> None:
+        if not (issubclass(kind, RunMode) or kind.__module__.startswith(INNER_MODES)):
+            kind.__enter__, kind.__exit__ = _entered(kind.__enter__), _left(kind.__exit__)
+        for inherits in kind.__subclasses__():
+            prepare(inherits)
+
+    for kind in TorchDispatchMode.__subclasses__():
+        prepare(kind)
+    original: Any = TorchDispatchMode.__dict__["__init_subclass__"].__func__
+
+    def init_subclass(cls: Any, **options: Any) -> None:
+        original(cls, **options)
+        prepare(cls)
+
+    TorchDispatchMode.__init_subclass__ = classmethod(init_subclass)  # type: ignore[arg-type,assignment]
+
+
+def _entered(original: Any) -> Any:
+    @wraps(original)
+    def enter(self: Any) -> Any:
+        _run_pending()
+        return original(self)
+
+    return enter
+
+
+def _left(original: Any) -> Any:
+    @wraps(original)
+    def leave(self: Any, error: Any, *rest: Any) -> Any:
+        try:
+            if error is None:
+                _run_pending()
+        finally:
+            result = original(self, error, *rest)
+        return result
+
+    return leave
 
 
 _lock = threading.Lock()

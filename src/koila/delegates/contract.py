@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from koila._torch import FakeTensorMode, OpOverload, TorchDispatchMode, schema_of, write_count
+from koila._torch import FakeTensorMode, OpOverload, RunMode, in_turn, schema_of, write_count
 from koila._torch.delegates import ShapeEnv, detect_fake_mode, pytree
 from koila.errors import DelegateError
 
@@ -31,6 +31,7 @@ IN_PLACE_FUNCTIONS = frozenset(
 ) | {operator.setitem}
 
 
+@in_turn
 def draws_random_numbers(function: Callable[..., Any], inputs: Sequence[Any]) -> bool:
     """Run a function over fake values and say whether it draws random numbers.
 
@@ -92,7 +93,7 @@ def _mutation(fact: str) -> DelegateError:
     return DelegateError(fact + "; a delegate changes nothing", hint="functionalise the graph first")
 
 
-class _Observer(TorchDispatchMode):
+class _Observer(RunMode):
     """Sees every operator that a function reaches."""
 
     def __init__(self) -> None:

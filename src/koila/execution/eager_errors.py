@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._torch import FakeTensorMode, current_backward, write_count
+from koila._torch import FakeTensorMode, current_backward, in_turn, write_count
 from koila.ir.graph import Graph, collect, connected_nodes
 from koila.ir.node import HOOKS, Node, Value
 from koila.ir.replay import replay
@@ -88,6 +88,7 @@ def _version(value: Value) -> int:
     return write_count(value.real)
 
 
+@in_turn
 def _differentiate(
     graph: Graph, freed: Iterable[Node], written: Iterable[Value], changed: Iterable[torch.Tensor]
 ) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from koila._free import give_back
 from koila._scopes import Mark
-from koila._torch import FakeTensor, TorchDispatchMode, schema_of
+from koila._torch import FakeTensor, RunMode, schema_of
 from koila.ir.attention import OPERATORS, attended, attention_mask, draws_mask
 from koila.ir.dropout import LAYOUTS, dropout_mask, dropped, is_drawn
 from koila.ir.generators import GeneratorState
@@ -210,7 +210,7 @@ def _draw(spec: Draw) -> Source:
         return Source(spec.target(*args, **dict(spec.kwargs)))
 
 
-class Supply(TorchDispatchMode):
+class Supply(RunMode):
     """While active, random operators take their numbers from the given tensors, in order.
 
     Args:

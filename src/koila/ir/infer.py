@@ -23,7 +23,8 @@ from koila._torch import (
     FakeTensorMode,
     OpOverload,
     OpOverloadPacket,
-    TorchDispatchMode,
+    RunMode,
+    in_turn,
     is_autograd_view,
     is_collective,
     negative_view,
@@ -80,7 +81,7 @@ _REFUSED_NUMBERS: dict[Any, Callable[..., bool]] = {
 """Numbers that kernels refuse while neither fake kernels nor decompositions do."""
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(RunMode):
     """Notes random draws and writes that schemas hide."""
 
     def __init__(self, on_meta: bool, called: Any) -> None:
@@ -229,6 +230,7 @@ SLOW_ON_META = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """Functions that are one operator on the CPU and one for every position on meta tensors."""
 
 
+@in_turn
 def infer(
     func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor], on_meta: bool = False
 ) -> Inference:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from koila._torch import FakeTensorMode, ordinary_dispatch, without_saved_tensors_hooks
+from koila._torch import FakeTensorMode, in_turn, ordinary_dispatch, without_saved_tensors_hooks
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 from koila.ir.node import Value
@@ -105,6 +105,7 @@ def reached_leaves(graph: Graph, leaves: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([leaf for leaf, reached in zip(leaves, is_reached, strict=True) if reached])
 
 
+@in_turn
 def _fake_gradients(graph: Graph, inputs: Sequence[Value | torch.Tensor], **options: bool) -> Sequence[Any]:
     """What `autograd.grad` gives for the outputs of a program that is replayed on fake tensors."""
     with (

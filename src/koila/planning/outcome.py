@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from koila._torch import FakeTensorMode, OpOverload, has_kernel, is_autograd_view, schema_of, storage_key
+from koila._torch import FakeTensorMode, OpOverload, has_kernel, in_turn, is_autograd_view, schema_of, storage_key
 from koila.analysis.rules.reduce import chunk_moments, moments_bytes
 from koila.ir.cache import Cache
 from koila.ir.meta_kernels import known_result
@@ -152,6 +152,7 @@ def _run(target: Any, args: Any, kwargs: Any) -> Any:
         return _run_on_fakes(target, args, kwargs)
 
 
+@in_turn
 def _run_on_fakes(target: Any, args: Any, kwargs: Any) -> Any:
     with FakeTensorMode():
         # An operator of an accelerator has no kernel for other devices.
@@ -224,6 +225,7 @@ def _workspaces(target: Any, args: Any, kwargs: Any, value: Any, metas: list[Any
     return _ask_table(target, args, kwargs, value)
 
 
+@in_turn
 def _ask_table(target: Any, *call: Any) -> tuple[int, int]:
     on_cpu = target in _CONVOLUTIONS  # The choice of a kernel depends on the device.
     with FakeTensorMode() if on_cpu else nullcontext():

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from koila._torch import FakeTensor, OpOverload, TorchDispatchMode, has_kernel, storage_key
+from koila._torch import FakeTensor, OpOverload, RunMode, TorchDispatchMode, has_kernel, storage_key
 from koila.planning.forms import form_tree
 from koila.planning.workspace import may_allocate, retained_bytes, workspace_bytes
 
@@ -59,7 +59,7 @@ def _again(mode: TorchDispatchMode) -> Iterator[None]:
         TorchDispatchMode.__exit__(mode, None, None, None)
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(RunMode):
     """Storages of results, each from its birth to its end; those of arguments were there before.
 
     Args:

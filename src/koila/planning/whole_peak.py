@@ -20,7 +20,7 @@ import torch
 
 from koila import events
 from koila._bytes import format_bytes
-from koila._torch import FakeTensorMode, without_saved_tensors_hooks
+from koila._torch import FakeTensorMode, in_turn, without_saved_tensors_hooks
 from koila.analysis.formulas import NoFormula
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
@@ -150,6 +150,7 @@ def _hooked_bytes(graph: Graph) -> int:
     return sum(value.prepass.num_bytes for value in hooked if isinstance(value, Value))
 
 
+@in_turn
 def _replayed(graph: Graph, roots: Sequence[Value]) -> FakeTracker:
     """Replay the program on fake tensors with autograd, and differentiate its roots."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)

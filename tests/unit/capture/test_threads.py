@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx import _symbolic_trace
 
 import koila
-from koila._scopes import Scopes, Turn
+from koila._scopes import Scopes
+from koila._torch import in_turn
 
 
 def together(*works: Callable[[], Any]) -> None:
@@ -176,32 +178,45 @@ def test_a_budget_decorator_serves_two_threads_at_once() -> None:
     assert koila.metrics.counter_value("chunks") == 0
 
 
-def test_a_turn_is_one_threads_at_a_time(many_switches: None) -> None:
-    turn, inside, most = Turn(), list[int](), list[int]()
+def test_fake_tensors_are_one_threads_at_a_time(many_switches: None) -> None:
+    inside, most = list[int](), list[int]()
+
+    @in_turn
+    def uses_fakes(depth: int) -> None:
+        inside.append(depth)
+        most.append(inside.count(depth))
+        if depth:
+            uses_fakes(depth - 1)  # Its own thread may go on.
+        inside.remove(depth)
 
     def work() -> None:
-        for number in range(50):
-            assert turn.take(sys._getframe())
-            inside.append(number)
-            assert not turn.take(sys._getframe())  # Its own thread may go on.
-            most.append(len(inside))
-            inside.pop()
-            turn.leave()
+        for _ in range(50):
+            uses_fakes(2)
 
     together(work, work, work)
-    assert max(most) == 1
+    assert len(most) == 450 and max(most) == 1
 
 
-def test_a_turn_ends_with_the_function_that_took_it() -> None:
-    """An interrupt comes before it is left, and whoever catches it keeps the frame."""
-    turn = Turn()
+def test_a_turn_ends_with_its_function() -> None:
+    """An interrupt may come anywhere: nobody has to end it. Whoever keeps the traceback keeps it for a while only."""
 
+    @in_turn
     def interrupted() -> None:
-        turn.take(sys._getframe())
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt) as caught:
+    @in_turn
+    def later() -> None:
+        ran.append(True)
+
+    ran = list[bool]()
+    with suppress(KeyboardInterrupt):
         interrupted()
-    taken = list[bool]()
-    together(lambda: taken.append(turn.take(sys._getframe())))
-    assert taken == [True] and caught.tb is not None
+    together(later)
+    with pytest.raises(KeyboardInterrupt) as caught, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("koila._torch.fakes._PATIENCE_SECONDS", 0.01)
+        try:
+            interrupted()
+        except KeyboardInterrupt:
+            together(later)
+            raise
+    assert ran == [True, True] and caught.tb is not None

@@ -1,0 +1,55 @@
+"""Fake tensors in one thread at a time.
+
+*Takes* a function that uses them. *Gives* the same function, which waits for its turn: two threads that decompose an
+operator at once, each for the first time, end in a segmentation fault of PyTorch's (torch/_ops.py, `decompose`), and
+`make_fx` keeps one flag for all threads (torch/fx/_symbolic_trace.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from koila._scopes import Mark
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_WAIT_SECONDS = 0.001
+_PATIENCE_SECONDS = 10.0
+_lock = threading.RLock()
+_last: list[tuple[int, weakref.ref[Mark]]] = []
+"""Whose turn it is: a thread, and what its function holds."""
+
+
+def in_turn(function: Callable[P, R]) -> Callable[P, R]:
+    """Calls of such functions come one after the other; one may call another.
+
+    A turn ends with its function, and nobody has to end it: an interrupt may come before any line, and a lock that it
+    leaves taken would stop all other threads for good. Whoever keeps the traceback of an error keeps the turn, too, so
+    others wait for a while only.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        _turn = _take()
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _take() -> Mark:
+    mine, thread, patience = Mark(), threading.get_ident(), time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        with _lock:
+            others = [owner for owner, mark in _last if mark() is not None]
+            if not others or time.monotonic() > patience:
+                _last[:] = [(thread, weakref.ref(mine))]
+                return mine
+        if others[0] == thread:
+            return mine
+        time.sleep(_WAIT_SECONDS)
