@@ -449,3 +449,28 @@ def test_a_part_of_a_leaf_that_nobody_reads_may_be_written(size: int | None) -> 
 
     with scope(size):
         torch.testing.assert_close(run(koila.lazy), run(of_eager), rtol=1e-12, atol=0)
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("first", ["view", "product"])
+def test_a_released_value_is_made_again_with_the_writes_to_its_memory(first: str, size: int | None) -> None:
+    """A view of it is bound by a run in between, and the writes with it."""
+    torch.manual_seed(0)
+    x = randn(5, 2, 1).requires_grad_()
+
+    def recorded(lazy: Lazy) -> dict[str, Any]:
+        scale = torch.full((2,), 3.0).double()
+        base = lazy(x) * 1.5
+        view = base.select(-1, 0)
+        base.mul_(3)
+        pooled = F.adaptive_avg_pool1d(base, 2)
+        total = pooled + scale
+        scale.mul_(0.9)  # What is pending on it runs; the base is released.
+        return {"view": view, "product": pooled * scale, "total": total}
+
+    expected = recorded(of_eager)
+    with scope(size):
+        found = recorded(koila.lazy)
+        for name in (first, *expected):
+            torch.testing.assert_close(found[name].run(), expected[name], rtol=1e-12, atol=0)

@@ -21,6 +21,7 @@ import torch
 import torch._C._autograd
 import torch._decomp
 import torch._ops
+import torch._prims_common
 import torch._subclasses.fake_tensor
 import torch.autograd.grad_mode
 import torch.fx.experimental.proxy_tensor
@@ -213,6 +214,8 @@ FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 """A tensor without memory: trackers must not count it. Look at: torch/_subclasses/fake_tensor.py."""
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 """Shapes without memory, as export uses it; see `in_turn`. Look at: torch/_subclasses/fake_tensor.py."""
+suggested_format = torch._prims_common.suggest_memory_format
+"""The memory format that kernels take for a tensor which has none. Look at: torch/_prims_common/__init__.py."""
 INNER_MODES = ("torch._", "torch.fx.")
 """Where modes are defined with which PyTorch looks at programs, and which are no part of a user's. Look at: the classes
 that inherit from TorchDispatchMode."""

@@ -47,7 +47,9 @@ class Evaluation:
             return True
         readers = (reference() for reference in value.storage.readers)
         outside = [r for r in readers if r is not None and r not in self._place and value in r.operands]
-        return bool(outside) and bool(awaited([n for n in _pending_from(outside) if n not in self._place]))
+        # Without the writes, which this run does, it could not be computed again for a result that was released.
+        pending = _pending_from(outside, released=bool(value.storage.writers))
+        return bool(awaited([node for node in pending if node not in self._place]))
 
     def _outputs(self) -> tuple[Value, ...]:
         """Results that stand for themselves; values that share memory are made from one of them."""
@@ -215,17 +217,18 @@ def _leads_on(value: Value | None, found: set[Node]) -> bool:
     )
 
 
-def _pending_from(nodes: Sequence[Node]) -> list[Node]:
-    """Pending calls and those that read their results, in order."""
+def _pending_from(nodes: Sequence[Node], released: bool) -> list[Node]:
+    """Pending calls and those that read their results, in order; also those whose results were released, if asked."""
     found: set[Node] = set()
-    pending = [node for node in nodes if not node.done]
+    is_pending = (lambda node: node.is_open) if released else (lambda node: not node.done)
+    pending = [node for node in nodes if is_pending(node)]
     while pending:
         node = pending.pop()
         if node not in found:
             found.add(node)
             outputs = (node.output(index) for index in range(node.num_outputs))
             readers = (reference() for value in outputs if value is not None for reference in value.storage.readers)
-            pending += [reader for reader in readers if reader is not None and not reader.done]
+            pending += [reader for reader in readers if reader is not None and is_pending(reader)]
     return sorted(found, key=lambda node: node.sequence)
 
 

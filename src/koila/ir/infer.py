@@ -42,6 +42,7 @@ from koila.ir.meta_kernels import known_result
 from koila.ir.node import Value, function_name
 from koila.ir.owned import OwnedCall
 from koila.ir.prepass import QUANTISED, Draw, Inference, Output, PrePass, prepass_of, with_bits
+from koila.ir.real_layouts import with_real_layout
 from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
@@ -118,7 +119,7 @@ class _Watch(RunMode):
         if any(isinstance(leaf, torch.dtype) and leaf in QUANTISED for leaf in (*args, *kwargs.values())):
             raise _NeedsData("quantised data")
         known = known_result(func, args, kwargs) if self.on_meta else None
-        return func(*args, **kwargs) if known is None else known
+        return with_real_layout(func, args, func(*args, **kwargs)) if known is None else known
 
     def _note_draw(self, func: Any, args: Any, kwargs: Any) -> None:
         is_dropout = func is aten.native_dropout.default
