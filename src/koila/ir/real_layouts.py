@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 _OF_FORMAT = {
     aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
-    aten._batch_norm_with_update.default, aten._batch_norm_no_update.default, aten.channel_shuffle.default,
+    aten._batch_norm_with_update.default, aten.channel_shuffle.default,
     aten.reflection_pad2d.default, aten.reflection_pad3d.default, aten.replication_pad2d.default,
     aten.replication_pad3d.default, aten.max_unpool2d.default, aten.native_channel_shuffle.default,
 }  # fmt: skip
