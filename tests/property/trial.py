@@ -151,7 +151,7 @@ def reference(program: Program) -> tuple[Outcome, dict[str, float]]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             expected = run(program)
-            shaken = [run(program, perturb=torch.Generator().manual_seed(number)) for number in range(2)]
+            shaken = [run(program, perturb=torch.Generator().manual_seed(number)) for number in range(6)]
     except Exception as error:
         raise Discarded(f"{type(error).__name__}: {error}") from error
     if any(other.tensors.keys() != expected.tensors.keys() for other in shaken):

@@ -474,3 +474,86 @@ def test_a_released_value_is_made_again_with_the_writes_to_its_memory(first: str
         found = recorded(koila.lazy)
         for name in (first, *expected):
             torch.testing.assert_close(found[name].run(), expected[name], rtol=1e-12, atol=0)
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_computed_again_in_a_step_starts_from_written_memory(size: int | None) -> None:
+    """A gradient that was asked for runs first: it binds a view, and the loss starts from the memory of that view."""
+    torch.manual_seed(0)
+    x, weight = randn(8, 4, 4), randn(4)
+
+    def run(lazy: Lazy) -> tuple[Any, ...]:
+        scale, bias = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+
+        def recorded() -> tuple[Any, Any]:
+            base = lazy(x) * 1.5
+            flat = base.view(-1)
+            flat.mul_(3)
+            normal = F.layer_norm(base, [4], scale, bias)
+            (gradient,) = torch.autograd.grad(normal.square().sum(), scale, create_graph=True)
+            return flat * gradient.mean(), normal.exp().sum()
+
+        product, loss = recorded()
+        loss.backward()
+        return loss.item(), scale.grad, bias.grad, product.tolist()
+
+    with scope(size):
+        found = run(koila.lazy)
+    torch.testing.assert_close(found, run(of_eager), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.semantics("S12")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_gradient_that_nobody_uses_calls_its_hooks(size: int | None) -> None:
+    torch.manual_seed(0)
+    x, weight = randn(5, 3), randn(3, 3)
+
+    def run(lazy: Lazy) -> tuple[Any, ...]:
+        w, seen = weight.clone().requires_grad_(), list[Tensor]()
+        hidden = lazy(x) @ w
+        hidden.retain_grad()
+        hidden.register_hook(lambda gradient: seen.append(gradient.clone()))
+        torch.autograd.grad(hidden.square().sum(), w)
+        return hidden.grad, seen
+
+    with scope(size):
+        found = run(koila.lazy)
+    torch.testing.assert_close(found, run(of_eager), rtol=1e-12, atol=0)
+
+
+@pytest.mark.semantics("S2")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_view_is_written_after_its_base(size: int | None) -> None:
+    """PyTorch takes the view for a leaf until somebody asks; a call whose result nobody holds did."""
+
+    def run(lazy: Lazy) -> tuple[Any, ...]:
+        first, second = torch.tensor(2.0).double().requires_grad_(), torch.tensor([1.0, 3.0]).double().requires_grad_()
+        base = lazy(torch.ones(4, 2).double()) * 2
+        view = base.unsqueeze(0)
+        base.copy_(first)
+        view.sin()
+        view.copy_(second)
+        base.square().sum().backward()
+        return first.grad, second.grad
+
+    with scope(size):
+        found = run(koila.lazy)
+    torch.testing.assert_close(found, run(of_eager), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+@pytest.mark.parametrize("spread", [torch.std, torch.var, lambda x, dim: torch.std_mean(x, dim)[0]])
+def test_equal_samples_have_no_spread_at_all(spread: Callable[..., Any], size: int) -> None:
+    """A deviation of 1e-17 instead of 0 would have a gradient."""
+    x = torch.full((7, 3), 0.4).double()
+
+    def run(lazy: Lazy) -> tuple[Any, ...]:
+        w = torch.tensor([0.1, 0.7, 1.3]).double().requires_grad_()
+        found = spread(lazy(x) * w, 0)
+        found.sum().backward()
+        return found.tolist(), w.grad
+
+    with koila.budget(chunk_size=size):
+        found = run(koila.lazy)
+    torch.testing.assert_close(found, run(of_eager), rtol=0, atol=1e-16)

@@ -212,7 +212,8 @@ class Moments(Monoid):
         spread = (delta * delta.conj()).real if delta.is_complex() else delta * delta
         squares.add_(piece[0], alpha=more).add_(spread, alpha=count * more / total)
         # Not mean + delta * share: an infinity would be lost by it, and BatchNorm's running mean has it in eager.
-        return total, mean.mul_(count / total).add_(piece[1], alpha=more / total), squares
+        weighted = (mean * (count / total)).add_(piece[1], alpha=more / total)
+        return total, torch.where(delta == 0, mean, weighted), squares  # Of equal pieces it is the same: no spread.
 
     def finish(self, state: State) -> torch.Tensor | Pair:
         count, mean, squares = state

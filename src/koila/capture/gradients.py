@@ -23,7 +23,7 @@ from koila.capture.record import input_value, realize, record
 from koila.capture.scan import Scan, scan_call
 from koila.errors import CaptureError
 from koila.ir.graph import collect
-from koila.ir.node import Value
+from koila.ir.node import HOOKS, Value
 from koila.ir.prepass import Inference, Output, prepass_of
 from koila.ir.replay import current_context
 from koila.ir.second_order import goes_behind, gradients_requiring_grad
@@ -125,7 +125,7 @@ def gradients_of(
     scan, cacheable = scan_call(torch.autograd.grad, args, {})
     in_general = allow_unused or is_grads_batched or materialize_grads or scan.foreign is not None
     is_recorded = not in_general and active_transform() is None
-    if not is_recorded or _have_hooks(inputs) or not _is_one_program(outputs, inputs):
+    if not is_recorded or _have_hooks(outputs, inputs) or not _is_one_program(outputs, inputs):
         options = {
             "retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": allow_unused,
             "is_grads_batched": is_grads_batched, "materialize_grads": materialize_grads,
@@ -153,10 +153,13 @@ def _second_order(outputs: Any, inputs: Any, grad_outputs: Any) -> tuple[bool, .
     return gradients_requiring_grad(collect(pending, []), [_unwrap(each) for each in _as_tuple(inputs)])
 
 
-def _have_hooks(inputs: Any) -> bool:
-    """Whether hooks of the user's are called with these gradients now; when the call ran, there might be others."""
+def _have_hooks(outputs: Any, inputs: Any) -> bool:
+    """Whether hooks of the user's are called on the way, now: when the call ran, there might be others, or nobody might
+    ask for the gradients."""
     reals = (each.real if isinstance(each, Value) else each for each in map(_unwrap, _as_tuple(inputs)))
-    return any(tensor_hooks(real) for real in reals if real is not None)
+    roots = [root for root in map(_unwrap, _as_tuple(outputs)) if isinstance(root, Value) and root.real is None]
+    is_hooked = any(node.func in HOOKS for node in collect(roots, []).nodes)
+    return is_hooked or any(tensor_hooks(real) for real in reals if real is not None)
 
 
 def _is_one_program(outputs: Any, inputs: Any) -> bool:

@@ -47,12 +47,14 @@ class Evaluation:
             return True
         readers = (reference() for reference in value.storage.readers)
         outside = [r for r in readers if r is not None and r not in self._place and value in r.operands]
-        # Without the writes, which this run does, it could not be computed again for a result that was released.
-        pending = _pending_from(outside, released=bool(value.storage.writers))
-        return bool(awaited([node for node in pending if node not in self._place]))
+        return bool(outside) and bool(awaited([n for n in _pending_from(outside) if n not in self._place]))
 
     def _outputs(self) -> tuple[Value, ...]:
-        """Results that stand for themselves; values that share memory are made from one of them."""
+        """Results that stand for themselves; values that share memory are made from one of them.
+
+        So is a value whose memory was written: whatever is computed again starts from all of that memory, because the
+        writes are done then.
+        """
         groups: dict[int, list[Value]] = {}
         for value in self.needed:
             groups.setdefault(id(value.storage), []).append(value)
@@ -60,7 +62,7 @@ class Evaluation:
         for values in groups.values():
             if values[0].storage.real:
                 self.derived.update(values)
-            elif len(values) > 1:
+            elif len(values) > 1 or values[0].storage.writers:
                 base = _base(values[0])
                 outputs.add(base)
                 self.derived.update(value for value in values if value is not base)
@@ -217,18 +219,17 @@ def _leads_on(value: Value | None, found: set[Node]) -> bool:
     )
 
 
-def _pending_from(nodes: Sequence[Node], released: bool) -> list[Node]:
-    """Pending calls and those that read their results, in order; also those whose results were released, if asked."""
+def _pending_from(nodes: Sequence[Node]) -> list[Node]:
+    """Pending calls and those that read their results, in order."""
     found: set[Node] = set()
-    is_pending = (lambda node: node.is_open) if released else (lambda node: not node.done)
-    pending = [node for node in nodes if is_pending(node)]
+    pending = [node for node in nodes if not node.done]
     while pending:
         node = pending.pop()
         if node not in found:
             found.add(node)
             outputs = (node.output(index) for index in range(node.num_outputs))
             readers = (reference() for value in outputs if value is not None for reference in value.storage.readers)
-            pending += [reader for reader in readers if reader is not None and is_pending(reader)]
+            pending += [reader for reader in readers if reader is not None and not reader.done]
     return sorted(found, key=lambda node: node.sequence)
 
 

@@ -41,6 +41,8 @@ def replay_node(node: Node, lookup: Lookup, numbers: Sequence[torch.Tensor] = ()
     """Make one recorded call; `lookup` gives what stands for an argument's leaf."""
     args, kwargs = map_leaves(node.args, lookup), map_leaves(node.kwargs, lookup)
     before = _makers((args, kwargs)) if node.context.anomaly else ()
+    if node.inference.writes:  # A view of what was written is a leaf for PyTorch until somebody asks it for its maker.
+        _makers((args, kwargs))
     if numbers:
         mark = Mark()
         with Supply(numbers, mark):

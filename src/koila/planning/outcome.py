@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from koila._torch import FakeTensorMode, OpOverload, has_kernel, in_turn, is_autograd_view, schema_of, storage_key
-from koila.analysis.rules.reduce import chunk_moments, moments_bytes
+from koila.analysis.rules.reduce import MOMENTS, moments_bytes
 from koila.ir.cache import Cache
 from koila.ir.meta_kernels import known_result
 from koila.ir.tree import leaves, map_leaves
@@ -74,7 +74,7 @@ def outcome_of(
     """
     target = operation.target
     overload = isinstance(target, OpOverload)
-    if not (overload or target in HELPERS or target is chunk_moments) or not all(map(_holds_no_tensor, operands)):
+    if not (overload or target in HELPERS or target in MOMENTS) or not all(map(_holds_no_tensor, operands)):
         return _find(operation, operands, chunk, whole, None)
     key = (current_rules(), operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
     return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole, expected()))
@@ -213,8 +213,8 @@ def _workspaces(target: Any, args: Any, kwargs: Any, value: Any, metas: list[Any
     if target is slice_whole:
         # Bits are opened to bytes in blocks.
         return (value.numel() if isinstance(args[0], Drawn) else 0), 0
-    if target is chunk_moments:
-        return moments_bytes(metas[0]), 0
+    if target in MOMENTS:
+        return moments_bytes(target, metas[0]), 0
     if not isinstance(target, OpOverload):
         return 0, 0
     if runs_in_float32(target, value):

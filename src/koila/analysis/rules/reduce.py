@@ -136,9 +136,29 @@ def chunk_moments(self: Any, dim: Any, correction: Any, keepdim: bool) -> Any:
     return variance, center.view(variance.shape)
 
 
-def moments_bytes(operand: torch.Tensor) -> int:
-    """What `chunk_moments` holds on its way."""
-    copies = 2 if operand.dtype in HALVES else 1
+def exact_moments(self: Any, dim: Any, correction: Any, keepdim: bool) -> Any:
+    """The same, of the differences to the first element: equal elements have no spread at all, as in eager.
+
+    A deviation that is 1e-17 instead of 0 has a gradient, and one that is 0 has none.
+    """
+    wide = self.float() if self.dtype in HALVES else self
+    dims = list(dim) if dim else list(range(wide.ndim))
+    if wide.is_complex() or 0 in wide.shape:
+        return aten.var_mean.correction(wide, dim, correction=0, keepdim=keepdim)
+    first = wide
+    for place in dims:
+        first = first.narrow(place, 0, 1)
+    first = first.nan_to_num(0.0, 0.0, 0.0)  # An infinity stays in what is left.
+    variance, mean = chunk_moments(wide - first, dim, correction, keepdim)
+    return variance, mean + first.view(mean.shape)
+
+
+MOMENTS = {chunk_moments, exact_moments}
+
+
+def moments_bytes(target: Any, operand: torch.Tensor) -> int:
+    """What one of these holds on its way."""
+    copies = 1 + (operand.dtype in HALVES) + (target is exact_moments)
     return copies * operand.numel() * (4 if operand.dtype in HALVES else operand.element_size())
 
 
@@ -160,7 +180,9 @@ def moments(*, root: bool, with_mean: bool) -> Merge:
             with_mean=with_mean,
             dtype=narrow_dtype(first.dtype),
         )
-        return ChunkRule({"self": kind}, Merged(monoid), rewrite=_uncorrected, target=chunk_moments)
+        # What norms ask for needs no more: they add something to the variance.
+        target = chunk_moments if with_mean and correction == 0 else exact_moments
+        return ChunkRule({"self": kind}, Merged(monoid), rewrite=_uncorrected, target=target)
 
     return merge
 
