@@ -1,8 +1,8 @@
 """Random programs with people's habits: in-place operators, views, hooks, random numbers, reads in between, threads.
 
 Values, gradients, buffers, what hooks saw and the generator are eager's: the same bits unsplit, the same numbers in
-chunks and inside byte budgets. `KOILA_EXAMPLES=5000` runs as many programs; the seeds are the same every time, and each
-that fails is printed with its program.
+chunks and inside byte budgets. `KOILA_EXAMPLES=5000` runs as many programs, `KOILA_FIRST_SEED=10000` others; the seeds
+are the same every time, and each that fails is printed with its program.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _with_backward(job: Job, peak_bytes: int) -> float:
     In chunks nothing is left behind, it is computed again: that is better than to be refused in the backward pass.
     """
     is_left = not job.demand.roots and any(value.requires_grad for value in job.whole_graph.outputs)
-    return peak_bytes * (_BACKWARD_LATER if is_left else 1)
+    return _BACKWARD_LATER * peak_bytes + job.history[1] if is_left else peak_bytes
 
 
 def _whole(job: Job, projection: Projection | None, reason: str, because: NotSplittable | None = None) -> Decision:

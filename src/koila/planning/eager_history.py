@@ -107,7 +107,11 @@ def _backward_bytes(roots: list[Any], rerun: Rerun) -> int:
         _, _, node = heappop(queue)
         if node.name() == _OWN_NODE:
             peak = max(peak, now + rerun(node, now))
-            now += sum(_gradient_bytes(each) for each, _ in node.next_functions if each is not None) - waiting[node]
+            for each, _ in node.next_functions:  # Gradients of one parameter are added up as they come.
+                if each is not None and each not in waiting:
+                    waiting[each] = _gradient_bytes(each)
+                    now += waiting[each]
+            now -= waiting[node]
             continue
         following, received = _following(node), _gradient_bytes(node)
         beside = received if any(_gradient_bytes(each) != received for each in following) else 0

@@ -60,7 +60,7 @@ def whole_peak(job: Job) -> Projection:
         found = _projections.get_or_add(key, lambda: _project(graph, roots, (current_rules(), places)))
     held, backward = job.history
     gradients = leaf_bytes(leaf for leaf in graph.leaves if leaf.requires_grad) if roots else 0
-    peak = held + max(found.peak_bytes, gradients + backward if backward else 0) + job.copied_bytes
+    peak = held + max(found.peak_bytes, gradients + backward if roots and backward else 0) + job.copied_bytes
     kinds = [("activations and gradients", found.peak_bytes), ("what is copied to be restored", job.copied_bytes)]
     kinds.append(("eager code before the program", peak - found.peak_bytes - job.copied_bytes))
     return replace(found, peak_bytes=peak, kinds=tuple((kind, size) for kind, size in kinds if size))
