@@ -59,6 +59,10 @@ class HashedOnce:
         return isinstance(other, HashedOnce) and self._hash == other._hash and self.key == other.key
 
 
+_MOST = 10
+_MAX_GONE = 256
+
+
 class Cache(Generic[V]):
     """A cache that drops its least recently used entries, for any number of threads.
 
@@ -67,7 +71,8 @@ class Cache(Generic[V]):
         max_size: How much it holds: the number of entries, or their weight in all.
         weigh: What an entry weighs, in bytes, say; each weighs one if not given.
         always: So many entries are held whatever they weigh: the latest. Without any, an entry that weighs more than
-            `max_size` alone is not stored.
+            `max_size` alone is not stored. One more is held for each entry that was dropped and had to be made again,
+            as those of a loop are that goes through more of them in turn, until they weigh ten times `max_size`.
 
     >>> squares = Cache("squares", max_size=2)
     >>> squares.get_or_add(3, lambda: 9), squares.get_or_add(3, lambda: 0)
@@ -83,6 +88,10 @@ class Cache(Generic[V]):
         self._weigh = weigh
         self._entries: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._dropped = 0
+        self._missed = 0
+        """How many entries were dropped and made again."""
+        self._gone: OrderedDict[int, None] = OrderedDict()
+        """The latest keys that were dropped, by their hash."""
         self._lock = threading.RLock()  # Dropping an entry may run finalizers, which may look something up here.
         register(self)
 
@@ -108,10 +117,19 @@ class Cache(Generic[V]):
             self._drop(key)
             self._entries[key] = entry, weight
             self.weight += weight
-            while self.weight > self.max_size and len(self._entries) > self.always:
-                self._drop(next(iter(self._entries)))
+            if self.always and hash(key) in self._gone and self.weight < _MOST * self.max_size:
+                self._missed += 1
+            while self.weight > self.max_size and len(self._entries) > self.always + self._missed:
+                oldest = next(iter(self._entries))
+                self._drop(oldest)
                 self._dropped += 1
+                self._note_gone(oldest)
         return entry
+
+    def _note_gone(self, key: Hashable) -> None:
+        self._gone[hash(key)] = None
+        if len(self._gone) > _MAX_GONE:
+            self._gone.popitem(last=False)
 
     def get_or_add(self, key: Hashable, make: Callable[[], V]) -> V:
         """The entry; made and stored if it is not there. Two threads may make it at once: both get what they made."""
@@ -122,7 +140,8 @@ class Cache(Generic[V]):
         """Forget every entry."""
         with self._lock:
             self._entries.clear()
-            self.weight = self._dropped = 0
+            self._gone.clear()
+            self.weight = self._dropped = self._missed = 0
 
     def _drop(self, key: Hashable) -> None:
         dropped = self._entries.pop(key, None)

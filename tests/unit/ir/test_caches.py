@@ -212,3 +212,30 @@ def test_a_program_whose_beginning_was_forgotten_is_not_continued_at_the_root() 
     koila.run([second, third])
     again = torch.abs(torch.relu(koila.lazy(short)))
     assert again.shape == again.run().shape == (7, 2)
+
+
+def test_a_loop_through_more_entries_than_are_held_gets_room_for_them() -> None:
+    """The least recently used entry is always the one that such a loop needs next."""
+    cache = Cache[int]("loop", max_size=5, weigh=lambda size: size, always=4)
+    made = list[int]()
+
+    def through(keys: range) -> int:
+        made.clear()
+        for key in keys:
+            cache.get_or_add(key, lambda: made.append(1) or 3)  # type: ignore[func-returns-value]
+        return len(made)
+
+    assert through(range(7)) == 7
+    assert through(range(7)) > 0
+    assert through(range(7)) == 0
+    assert len(cache) == 7
+    cache.clear()
+    assert through(range(100)) == 100 and len(cache) == 4  # What comes once needs no room.
+
+
+def test_a_cache_that_grows_with_its_loop_is_bounded_by_weight() -> None:
+    cache = Cache[int]("loop", max_size=5, weigh=lambda size: size, always=4)
+    for _ in range(20):
+        for key in range(100):
+            cache.get_or_add(key, lambda: 3)
+    assert cache.weight <= 50 + 3
