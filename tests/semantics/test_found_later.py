@@ -557,3 +557,31 @@ def test_equal_samples_have_no_spread_at_all(spread: Callable[..., Any], size: i
     with koila.budget(chunk_size=size):
         found = run(koila.lazy)
     torch.testing.assert_close(found, run(of_eager), rtol=0, atol=1e-16)
+
+
+@pytest.mark.semantics("S4")
+def test_budgets_hold_where_sparse_products_run_eagerly() -> None:
+    """Their backward passes transpose and sort the sparse matrix."""
+    torch.manual_seed(0)
+    dense = (torch.rand(90, 90) < 0.1).double()
+    graph, x = dense.to_sparse(), randn(90, 20)
+    first, second = randn(20, 8).requires_grad_(), randn(8, 4).requires_grad_()
+
+    def step(lazy: Lazy) -> list[Any]:
+        first.grad = second.grad = None
+        hidden = torch.spmm(graph, lazy(x) @ first).relu()
+        torch.log_softmax(torch.spmm(graph, hidden @ second), 1)[:, 0].mean().backward()
+        return [first.grad, second.grad]
+
+    expected = step(of_eager)
+    for budget in range(20_000, 140_000, 10_000):
+        try:
+            with koila.measure() as seen:
+                found = step(lambda x, budget=budget: koila.lazy(x, budget=budget))
+        except koila.BudgetError:
+            assert budget < 100_000
+            continue
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        for report in seen.reports:
+            assert report.measured_bytes is not None and report.projected_bytes is not None
+            assert report.measured_bytes <= report.projected_bytes <= budget

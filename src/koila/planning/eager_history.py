@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from koila._torch import SAVED_PREFIX, input_metadata, sequence_number, storage_key
+from koila._torch import SAVED_PREFIX, input_metadata, sequence_number, storage_key, without_modes
 from koila.ir import tree
 
 
@@ -93,6 +93,14 @@ def _gradient_bytes(node: Any) -> int:
     return sum(prod(each.shape) * each.dtype.itemsize for each in input_metadata(node) if each is not None)
 
 
+def _sparse_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a sparse matrix; 0 for any other tensor."""
+    if tensor.layout != torch.sparse_coo:
+        return 0
+    with without_modes():  # A tracker would take its parts for new memory.
+        return sum(part.numel() * part.element_size() for part in (tensor._indices(), tensor._values()))
+
+
 def _backward_bytes(roots: list[Any], rerun: Rerun) -> int:
     """The peak of autograd's own walk: latest nodes first; the gradients of the roots are somebody else's.
 
@@ -115,6 +123,7 @@ def _backward_bytes(roots: list[Any], rerun: Rerun) -> int:
             continue
         following, received = _following(node), _gradient_bytes(node)
         beside = received if any(_gradient_bytes(each) != received for each in following) else 0
+        beside += 2 * sum(map(_sparse_bytes, _saved(node)))  # Transposed, and then sorted.
         peak = max(peak, now + beside + sum(map(_gradient_bytes, following)))
         for each in following:
             if each not in waiting:
