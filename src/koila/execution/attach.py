@@ -229,6 +229,10 @@ class _Rerun:
         """Autograd has freed what it saved for these calls."""
         self.check.freed()
 
+    @property
+    def bytes_behind(self) -> int:
+        return self.job.history[1]
+
     def bytes_within(self, allowed: int) -> int:
         budget = replace(self.job.budget, allowed_bytes=max(1, allowed))
         self.job = replace(self.job, budget=budget, history=history_behind(self.job.graph, budget))

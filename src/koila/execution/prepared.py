@@ -30,6 +30,7 @@ from koila.ir.ambient import Context
 from koila.ir.node import Node, Value, function_name
 from koila.ir.trie import TrieNode
 from koila.planning.decide import Decision, any_forced, num_changes
+from koila.planning.eager_history import OWN_NODE
 from koila.planning.whole_peak import leaf_bytes
 
 MAX_RUNS = 8
@@ -117,6 +118,8 @@ class PreparedRun:
         """Whether a run must copy as much, to be taken back, as when the budget was found to be enough."""
         if self.decision.budget.allowed_bytes is None:
             return True  # Nobody counts.
+        if any(tensor.grad_fn.name() == OWN_NODE for tensor in self._made(entries)):
+            return False  # Whether that program runs again, and what it takes then, is asked every time.
         copied = 2 * leaf_bytes(self.written_tensors(entries))
         return self.copied_bytes == copied + leaf_bytes(t for t in changing if t.grad is not None)
 
@@ -127,10 +130,17 @@ class PreparedRun:
 
     def changing(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Tensors whose `.grad` a backward pass may change."""
+        made = self._made(entries)
+        leaves = [real for real in self._inputs_with_grad(entries) if real.is_leaf]
+        return leaves + (leaves_behind(made) if made else [])
+
+    def _made(self, entries: Sequence[Entry]) -> list[Any]:
+        """Inputs that have a history."""
+        return [real for real in self._inputs_with_grad(entries) if not real.is_leaf]
+
+    def _inputs_with_grad(self, entries: Sequence[Entry]) -> Iterable[Any]:
         reals = (entries[entry].captured[place] for entry, place in self.reals)
-        inputs = {id(real): real for real in reals if real.requires_grad}.values()
-        made = [real for real in inputs if not real.is_leaf]
-        return [real for real in inputs if real.is_leaf] + (leaves_behind(made) if made else [])
+        return {id(real): real for real in reals if real.requires_grad}.values()
 
 
 class Question:

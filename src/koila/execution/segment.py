@@ -54,6 +54,10 @@ class Rerun(Protocol):
     own: Graph
     """Its outputs are those of the segment."""
 
+    @property
+    def bytes_behind(self) -> int:
+        """What a backward pass allocates behind its leaves, also if nothing runs again."""
+
     def check_fresh(self) -> None:
         """Raise if an input was changed since the forward pass (Rule 5)."""
 
@@ -114,7 +118,9 @@ class SegmentState:
 
     def rerun_bytes(self, allowed: int) -> int:
         """What a backward pass through it allocates if that has so many bytes; from now on it keeps to these."""
-        return 0 if self.held is not None or self._rerun is None else self._rerun.bytes_within(allowed)
+        if self._rerun is None:
+            return 0
+        return self._rerun.bytes_within(allowed) if self.held is None else self._rerun.bytes_behind
 
     def release(self, reaches_all: bool) -> None:
         """Forget the program, as autograd frees what it saved.

@@ -56,12 +56,12 @@ def eager_history(leaves: Iterable[torch.Tensor], rerun: Rerun = lambda node, al
 
 
 _NOTHING = EagerHistory(0, 0)
-_OWN_NODE = "SegmentBackward"
+OWN_NODE = "SegmentBackward"
 """The autograd node of a program that koila runs again; what stands behind it is part of that program's own history."""
 
 
 def _following(node: Any) -> list[Any]:
-    if node.name() == _OWN_NODE:
+    if node.name() == OWN_NODE:
         return []
     return [following for following, _ in node.next_functions if following is not None]
 
@@ -113,7 +113,7 @@ def _backward_bytes(roots: list[Any], rerun: Rerun) -> int:
     now = peak = 0
     while queue:
         _, _, node = heappop(queue)
-        if node.name() == _OWN_NODE:
+        if node.name() == OWN_NODE:
             peak = max(peak, now + rerun(node, now))
             for each, _ in node.next_functions:  # Gradients of one parameter are added up as they come.
                 if each is not None and each not in waiting:
