@@ -585,3 +585,38 @@ def test_budgets_hold_where_sparse_products_run_eagerly() -> None:
         for report in seen.reports:
             assert report.measured_bytes is not None and report.projected_bytes is not None
             assert report.measured_bytes <= report.projected_bytes <= budget
+
+
+@pytest.mark.semantics("S17")
+@pytest.mark.parametrize("way", [{}, {"chunk_size": 7}, {"chunk_size": 30}, {"budget": 70_000}])
+@pytest.mark.parametrize("read", ["value", "other", "write", "accuracy"])
+def test_statistics_are_updated_once_where_something_is_read_in_the_middle(read: str, way: dict[str, Any]) -> None:
+    """What is behind the value runs again for the rest of the network; its statistics do not move again."""
+    torch.manual_seed(0)
+    x, noise = randn(64, 4), randn(64)
+
+    def train(lazy: Lazy) -> list[Tensor]:
+        torch.manual_seed(1)
+        layers = (nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+        net, average = nn.Sequential(*layers).double(), torch.zeros(64).double()
+        for _ in range(4):
+            hidden, weights = net[:2](lazy(x)), lazy(noise)
+            if read == "value":
+                assert hidden.sum().item() < 1e6
+            elif read == "other":
+                weights.sum().item()
+            elif read == "write":
+                with torch.no_grad():
+                    average.lerp_(weights.detach(), 0.1)
+            out = net[2:](hidden.relu())
+            if read == "accuracy":
+                (out.argmax(1) == 1).sum().item()
+            net.zero_grad()
+            out.square().sum().backward()
+        return [*net.buffers(), *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)]
+
+    lazy = lambda x: koila.lazy(x, budget=way.get("budget"))  # noqa: E731
+    with scope(way.get("chunk_size")):
+        found = train(lazy)
+        koila.settle()
+    torch.testing.assert_close(found, train(of_eager), rtol=1e-9, atol=1e-11)

@@ -7,7 +7,7 @@ bound to real tensors, and the commit of effects.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,13 +93,21 @@ def leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def write_effects(graph: Graph, written: dict[int, torch.Tensor]) -> None:
-    """Write the new values of running statistics; eager hides these writes from the version, so koila does too."""
-    with restored_on_error([graph.leaves[index] for index in written]):
-        for index, value in written.items():
-            leaf = graph.leaves[index]
+def write_effects(graph: Graph, written: dict[int, torch.Tensor], due: Iterable[Node]) -> None:
+    """Write the new values of running statistics; eager hides these writes from the version, so koila does too.
+
+    Args:
+        graph: The program.
+        written: By index of the leaf, its new value.
+        due: The calls whose writes nobody has done yet. Others were run again for their values alone.
+    """
+    operands = [node.operands[index] for node in due for index in node.inference.hidden_writes]
+    wanted = {id(each.real if isinstance(each, Value) else each) for each in operands}
+    leaves = {index: graph.leaves[index] for index in written if id(graph.leaves[index]) in wanted}
+    with restored_on_error(list(leaves.values())):
+        for index, leaf in leaves.items():
             with torch.no_grad(), preserve_version(leaf):
-                leaf.detach().copy_(value)
+                leaf.detach().copy_(written[index])
 
 
 class Binding:

@@ -342,7 +342,7 @@ class Engine:
         if job.demand.roots and task.request is None:
             history_of(job).ran(guessed=decision.wanted.gradients)
         bound = attached(job, decision, results, seeds)
-        write_effects(graph, results.written)
+        write_effects(graph, results.written, task.own.effects)
         for index, dim in results.batch_dims.items():
             graph.outputs[index].batch = dim  # A later program that starts from it can be cut, too.
         note_recorded_gradients(graph)
