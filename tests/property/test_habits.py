@@ -52,6 +52,8 @@ def test_a_random_program_with_habits_has_the_numbers_of_eager() -> None:
 
 def _kind(way: Way) -> str:
     cut = "bytes" if way.share is not None else "whole" if way.chunk_size is None else "chunks"
+    if way.steps > 1:
+        return f"{cut}, {way.steps} times"
     return cut + (", recorded in another thread" if way.elsewhere else ", two threads" if way.beside else "")
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from random import Random
+from types import CodeType
 from typing import TypeAlias
 
 import torch
@@ -53,9 +54,15 @@ def _copies(tensors: dict[str, torch.Tensor], perturb: torch.Generator | None) -
     return found
 
 
+@lru_cache(1)
+def _code(text: str) -> CodeType:
+    """Compiled once: in a loop, a call stands at one place."""
+    return compile(text, "<program>", "exec")
+
+
 def _function(program: Program, seen: Notes | None = None, later: Later | None = None) -> Recorded:
     scope = environment(seen, later)
-    exec(compile(program.text, "<program>", "exec"), scope)
+    exec(_code(program.text), scope)
     return scope["program"]
 
 

@@ -1,4 +1,4 @@
-"""The ways in which a random program is run: whole, in chunks, inside a byte budget, in threads.
+"""The ways in which a random program is run: whole, in chunks, inside a byte budget, in threads, again and again.
 
 *Takes* a `Program`. *Gives* None, or the first way in which koila's outcome is not eager's. A `BudgetError` is an
 answer to a byte budget, and to nothing else. So is a `CaptureError` to a hook on a value that was passed by already: a
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import koila
@@ -34,6 +35,8 @@ class Way:
     """Recorded in another thread."""
     beside: bool = False
     """In two threads at the same time, each on its own copy of the data."""
+    steps: int = 1
+    """How often, one after the other, as in a loop: from the second time on, its calls are matched."""
 
     @property
     def is_exact(self) -> bool:
@@ -47,6 +50,7 @@ def ways_of(program: Program) -> list[Way]:
     sizes = chunk_sizes(program)
     found = [Way(size) for size in sizes[:2]]
     others = [Way(share=random.choice((0.0, 0.1, 0.5, 0.9))), Way(sizes[-1], elsewhere=True), Way(elsewhere=True)]
+    others += [Way(steps=4), Way(sizes[-1], steps=4), Way(share=0.3, steps=4)]
     if not RANDOM.search(program.text):
         others += [Way(sizes[-1], beside=True), Way(beside=True)]
     return [*found, random.choice(others)]
@@ -84,9 +88,9 @@ def _outcomes(program: Program, way: Way) -> list[Outcome]:
             with ThreadPoolExecutor(2) as threads:
                 runs = [threads.submit(run, program, True, way.chunk_size) for _ in range(2)]
                 return [each.result() for each in runs]
-        if way.share is None:
-            return [run(program, True, way.chunk_size, elsewhere=way.elsewhere)]
-        return [run(program, True, allowed=_bytes(program, way.share))]
+        allowed = None if way.share is None else _bytes(program, way.share)
+        once = partial(run, program, True, way.chunk_size, allowed=allowed, elsewhere=way.elsewhere)
+        return [once() for _ in range(way.steps)]
     except (koila.BudgetError, koila.CaptureError) as refused:
         is_budget = isinstance(refused, koila.BudgetError) and way.share is not None
         if not is_budget and "computed in chunks already" not in str(refused):
