@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import koila
 from koila._torch import TorchDispatchMode
@@ -620,3 +623,47 @@ def test_statistics_are_updated_once_where_something_is_read_in_the_middle(read:
         found = train(lazy)
         koila.settle()
     torch.testing.assert_close(found, train(of_eager), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_view_of_what_a_kernel_lays_out_in_another_way(size: int | None) -> None:
+    """Eager pools along one dimension with a kernel of its own; a trace, with that for two, in another layout."""
+    x = randn(8, 3, 2)
+
+    def run(lazy: Lazy) -> Any:
+        return F.max_pool1d(lazy(x).permute(0, 2, 1), 2, stride=1).view(-1).tolist()
+
+    with scope(size):
+        assert run(koila.lazy) == run(of_eager)
+
+
+@pytest.mark.semantics("S13")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.filterwarnings("ignore::koila.KoilaWarning")
+def test_a_selective_checkpoint_keeps_real_results(size: int | None) -> None:
+    """Its modes see what is computed, and not how koila infers shapes."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double(), randn(6, 8)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+    def run(lazy: Lazy) -> list[Any]:
+        net.zero_grad()
+        checkpoint(net, lazy(x) * 2, use_reentrant=False, context_fn=contexts).square().sum().backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    with scope(size):
+        found = run(koila.lazy)
+    assert all(type(gradient) is Tensor for gradient in found)
+    torch.testing.assert_close(found, run(of_eager), rtol=1e-12, atol=0)
+
+
+def test_a_counter_of_operators_counts_a_step_once() -> None:
+    net, x = nn.Linear(8, 4), torch.randn(6, 8)
+
+    def count(lazy: Lazy) -> int:
+        with FlopCounterMode(display=False) as counter:
+            net(lazy(x)).square().sum().backward()
+        return counter.get_total_flops()
+
+    assert count(koila.lazy) == count(of_eager) > 0

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
 from koila._scopes import Mark
 
 P = ParamSpec("P")
@@ -29,6 +32,8 @@ _last: list[tuple[int, weakref.ref[Mark]]] = []
 def in_turn(function: Callable[P, R]) -> Callable[P, R]:
     """Calls of such functions come one after the other; one may call another.
 
+    No mode of the user's sees them: a selective checkpoint would keep the fake results, and a counter count them.
+
     A turn ends with its function, and nobody has to end it: an interrupt may come before any line, and a lock that it
     leaves taken would stop all other threads for good. Whoever keeps the traceback of an error keeps the turn, too, so
     others wait for a while only.
@@ -36,13 +41,17 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        _turn = _take()
-        return function(*args, **kwargs)
+        turn = _take()
+        if turn is None or not torch._C._len_torch_dispatch_stack():
+            return function(*args, **kwargs)
+        with _disable_current_modes():
+            return function(*args, **kwargs)
 
     return call
 
 
-def _take() -> Mark:
+def _take() -> Mark | None:
+    """A turn; None if this thread has it already."""
     mine, thread, patience = Mark(), threading.get_ident(), time.monotonic() + _PATIENCE_SECONDS
     while True:
         with _lock:
@@ -51,5 +60,5 @@ def _take() -> Mark:
                 _last[:] = [(thread, weakref.ref(mine))]
                 return mine
         if others[0] == thread:
-            return mine
+            return None
         time.sleep(_WAIT_SECONDS)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from koila._torch import FakeTensorMode, OpOverload, RunMode, in_turn, schema_of, write_count
+from koila._torch import FakeTensorMode, OpOverload, RunMode, schema_of, write_count
 from koila._torch.delegates import ShapeEnv, detect_fake_mode, pytree
 from koila.errors import DelegateError
 
@@ -31,7 +31,6 @@ IN_PLACE_FUNCTIONS = frozenset(
 ) | {operator.setitem}
 
 
-@in_turn
 def draws_random_numbers(function: Callable[..., Any], inputs: Sequence[Any]) -> bool:
     """Run a function over fake values and say whether it draws random numbers.
 

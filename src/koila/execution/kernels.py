@@ -78,6 +78,7 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     operation.join_pieces: slice_whole,
     operation.open_source: open_source,
     aten.mkldnn_rnn_layer.default: _trained_layer,
+    aten.view.default: aten.reshape.default,  # A chunk may lie in memory in another way than the batch that was traced.
 }
 
 

@@ -65,6 +65,9 @@ WRONG_FAKES = {F.multilabel_margin_loss}
 ELEMENT_BY_ELEMENT = {torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_}
 """Functions that read memory which fake tensors do not have: they end the process."""
 
+POOLS_ALONE = {F.max_pool1d, torch.max_pool1d}
+"""Functions with a kernel of their own where no gradient is needed, which fake tensors never take."""
+
 PLAIN = (
     bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
     torch.Size, torch.qscheme,
@@ -256,6 +259,8 @@ def infer(
             places = [(fake, _memory(fake), _layout(fake)) for fake in (fakes[id(operand)] for operand in operands)]
             with watch, _silent.inside(True), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 result = func(*fake_args, **fake_kwargs)
+                if func in POOLS_ALONE and not result.requires_grad:
+                    result = result.contiguous()
         ordered = [fakes[id(operand)] for operand in operands]
         written = [
             _state(fake) != before[id(operand)] or _storage_id(fake) in watch.writes

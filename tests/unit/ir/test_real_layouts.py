@@ -21,7 +21,7 @@ WRONG_FAKES = {
     "copysign", "div", "floor_divide", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update",
     "nn.functional.pad", "nn.functional.max_unpool2d", "nn.functional.batch_norm", "nn.functional.channel_shuffle",
     "nn.functional.binary_cross_entropy", "xlogy", "special.xlog1py", "native_dropout_backward", "logaddexp",
-    "heaviside", "logical_and", "logical_or", "logical_xor",
+    "heaviside", "logical_and", "logical_or", "logical_xor", "nn.functional.max_pool1d",
 }  # fmt: skip
 ALL = bool(os.environ.get("KOILA_NIGHTLY"))
 OPERATORS = [op for op in op_db if torch.float64 in op.dtypes and (ALL or op.name in WRONG_FAKES)]
@@ -31,6 +31,10 @@ UNDEFINED = ("empty", "new_empty", "sparse")
 
 def _swapped(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim > 1 else x
+
+
+def _last_swapped(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.ndim > 1 else x
 
 
 def _channels_last(x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +51,7 @@ def _spread(x: torch.Tensor) -> torch.Tensor:
 
 LAYOUTS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "swapped": (_swapped, False), "all swapped": (_swapped, True), "channels last": (_channels_last, False),
-    "expanded": (_expanded, False), "spread": (_spread, False),
+    "expanded": (_expanded, False), "spread": (_spread, False), "last swapped": (_last_swapped, False),
 }  # fmt: skip
 """What is done to the first operand, and whether to all of them."""
 
