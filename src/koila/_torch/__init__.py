@@ -246,6 +246,8 @@ class RunMode(TorchDispatchMode):
     """Sees the operators of runs. Any other mode is the user's: it sees the calls that are made inside of it."""
 
 
+current_mode = torch.utils._python_dispatch._get_current_dispatch_mode
+"""The innermost mode that sees operators, or None. Look at: torch/utils/_python_dispatch.py."""
 without_modes = torch.utils._python_dispatch._disable_current_modes
 """Values of constants are real, also while a mode is active. Look at: torch/utils/_python_dispatch.py."""
 

@@ -51,6 +51,7 @@ from koila.execution.steps import Step, remember, step, was_bound_last
 from koila.execution.whole_run import run_whole, written_leaves
 from koila.interfaces import BatchInfo
 from koila.ir.changes import note_change
+from koila.ir.draws import leave_ended
 from koila.ir.graph import Graph, collect
 from koila.ir.job import Demand, Wanted
 from koila.ir.node import Node, Value
@@ -78,6 +79,7 @@ class Engine:
     @contextmanager
     def _serving(self) -> Iterator[None]:
         """A run is its own: whatever PyTorch or the user does around it has no part in it."""
+        leave_ended()
         with self._recorder.running(), ordinary_state(), without_dynamo():
             yield
 

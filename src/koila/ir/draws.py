@@ -22,7 +22,7 @@ import torch
 
 from koila._free import give_back
 from koila._scopes import Mark
-from koila._torch import FakeTensor, RunMode, schema_of
+from koila._torch import FakeTensor, RunMode, current_mode, schema_of
 from koila.ir.attention import OPERATORS, attended, attention_mask, draws_mask
 from koila.ir.dropout import LAYOUTS, dropout_mask, dropped, is_drawn
 from koila.ir.generators import GeneratorState
@@ -224,8 +224,13 @@ class Supply(RunMode):
         self._next: Iterator[torch.Tensor] = iter(tensors)
         self._mark = weakref.ref(mark)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its maker is gone."""
+        return self._mark() is None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags or self._mark() is None:
+        if torch.Tag.nondeterministic_seeded not in func.tags or self.has_ended:
             return func(*args, **(kwargs or {}))
         if draws_mask(func, args, kwargs or {}):
             return _attended(func, args, kwargs or {}, next(self._next))
@@ -239,6 +244,12 @@ class Supply(RunMode):
         if schema_of(func).is_mutable:
             return args[0].copy_(numbers)
         return numbers.clone()
+
+
+def leave_ended() -> None:
+    """Leave modes that an interrupt kept from being left: compilers refuse to work inside of one."""
+    while isinstance(mode := current_mode(), Supply) and mode.has_ended:
+        mode.__exit__(None, None, None)
 
 
 def _attended(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> Any:
