@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +38,7 @@ def test_recurrent_cells(kind: type[nn.RNNBase]) -> None:
 
 
 def test_a_limit_is_hard_and_memory_comes_back() -> None:
+    gc.collect()  # What earlier tests left in cycles must not come back in between.
     before = sim.live()
     sim.limit(before + 4096)
     kept = torch.empty(4096, dtype=torch.uint8, device="sim")
