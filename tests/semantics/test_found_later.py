@@ -667,3 +667,19 @@ def test_a_counter_of_operators_counts_a_step_once() -> None:
         return counter.get_total_flops()
 
     assert count(koila.lazy) == count(of_eager) > 0
+
+
+@pytest.mark.semantics("S3")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_view_is_a_view_in_chunks_too(size: int | None) -> None:
+    """BatchNorm's result is contiguous, so that flatten gives a view of it; a trace would see a copy."""
+    x = randn(2, 6).T
+
+    def run(lazy: Lazy) -> Any:
+        normal = F.batch_norm(lazy(x), None, None, training=True)
+        normal.flatten().tanh_()
+        return normal.tolist()
+
+    with scope(size):
+        found = run(koila.lazy)
+    torch.testing.assert_close(found, run(of_eager), rtol=1e-12, atol=1e-12)

@@ -48,7 +48,7 @@ from koila.ir.dtypes import is_refused
 from koila.ir.graph import Graph
 from koila.ir.job import Demand
 from koila.ir.layout import dense_strides
-from koila.ir.node import Node, Value
+from koila.ir.node import Node, Storage, Value
 from koila.ir.prepass import PrePass, prepass_of, with_bits
 from koila.ir.replay import replay
 
@@ -152,6 +152,27 @@ def seed_layout(prepass: PrePass) -> PrePass:
         )
 
 
+def _written_views(graph: Graph) -> set[Storage]:
+    """Memory that is written to, and of which there are views."""
+    written = {
+        value.storage
+        for node in graph.nodes
+        for index in node.inference.writes
+        if isinstance(value := node.operands[index], Value)
+    }
+    return {value.storage for node in graph.nodes for value in node.values() if value.is_view} & written
+
+
+def _check_layouts(node: Node, environment: dict[Value, Any], aliased: set[Storage]) -> None:
+    """What is a view of a result, and what is a copy, depends on how the result lies in memory."""
+    outputs = (node.output(index) for index in range(node.num_outputs) if aliased)
+    for value in outputs:
+        if value is not None and value.storage in aliased and value in environment:
+            steps = zip(value.prepass.shape, value.prepass.stride, environment[value].stride(), strict=True)
+            if any(size > 1 and recorded != traced for size, recorded, traced in steps):
+                raise AnalysisError(f"{node.name} gives another layout in a trace, and a view of its result is written")
+
+
 class _Program:
     """The function that is traced: replay forward, then differentiate."""
 
@@ -189,8 +210,13 @@ class _Program:
             return [by_input[Input("draw", position[node], which)] for which in range(len(node.draws))]
 
         lookup_for = lambda node: self.marks.lookup(position[node], node, lookup)  # noqa: E731
-        tagger = _Tagger()
-        replay(self.graph.nodes, environment, lookup_for, numbers, lambda node: tagger.tag(position[node]))
+        tagger, aliased = _Tagger(), _written_views(self.graph)
+
+        def after(node: Node) -> None:
+            tagger.tag(position[node])
+            _check_layouts(node, environment, aliased)
+
+        replay(self.graph.nodes, environment, lookup_for, numbers, after)
         return environment
 
     def _value(self, value: Value, environment: dict[Value, Any], leaves: list[torch.Tensor]) -> Any:
