@@ -36,6 +36,7 @@ from koila._torch.distributed import is_collective as is_collective
 from koila._torch.distributed import tree_flatten as tree_flatten
 from koila._torch.distributed import tree_unflatten as tree_unflatten
 from koila._torch.fakes import in_turn as in_turn
+from koila._torch.fakes import without_modes as without_modes
 from koila._torch.operators import PRIVATE_OPERATORS as PRIVATE_OPERATORS
 
 # Operators as objects.
@@ -248,8 +249,6 @@ class RunMode(TorchDispatchMode):
 
 current_mode = torch.utils._python_dispatch._get_current_dispatch_mode
 """The innermost mode that sees operators, or None. Look at: torch/utils/_python_dispatch.py."""
-without_modes = torch.utils._python_dispatch._disable_current_modes
-"""Values of constants are real, also while a mode is active. Look at: torch/utils/_python_dispatch.py."""
 
 CONTEXT_MODULE = "torch.utils._contextlib"
 """Its frames (`no_grad` as a decorator) are left out of a user's traceback. Look at: torch/utils/_contextlib.py."""

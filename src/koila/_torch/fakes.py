@@ -15,9 +15,13 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+import torch.utils._python_dispatch
 
 from koila._scopes import Mark
+
+without_modes = torch.utils._python_dispatch._disable_current_modes
+"""No mode sees what is called: shapes are koila's matter, and values of constants are real. Look at:
+torch/utils/_python_dispatch.py."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,7 +48,7 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
         turn = _take()
         if turn is None or not torch._C._len_torch_dispatch_stack():
             return function(*args, **kwargs)
-        with _disable_current_modes():
+        with without_modes():
             return function(*args, **kwargs)
 
     return call

@@ -45,7 +45,7 @@ from koila.analysis.slim import slim
 from koila.capture.pending import recorder
 from koila.errors import AnalysisError
 from koila.ir.dtypes import is_refused
-from koila.ir.graph import Graph
+from koila.ir.graph import Graph, written_storages
 from koila.ir.job import Demand
 from koila.ir.layout import dense_strides
 from koila.ir.node import Node, Storage, Value
@@ -154,12 +154,7 @@ def seed_layout(prepass: PrePass) -> PrePass:
 
 def _written_views(graph: Graph) -> set[Storage]:
     """Memory that is written to, and of which there are views."""
-    written = {
-        value.storage
-        for node in graph.nodes
-        for index in node.inference.writes
-        if isinstance(value := node.operands[index], Value)
-    }
+    written = written_storages(graph)
     return {value.storage for node in graph.nodes for value in node.values() if value.is_view} & written
 
 

@@ -70,6 +70,7 @@ def backward_of(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
+    """`torch.autograd.backward` of lazy tensors: one request to the engine."""
     if grad_tensors is None and grad_variables is None and inputs is None and _is_plain_loss(tensors, create_graph):
         warn_of_eager_program()
         Bridge.realizer.backward_from(tensors, bool(retain_graph))
@@ -106,6 +107,7 @@ def _accumulate(inputs: Any, gradients: Any) -> None:
 def backward(
     self: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
+    """`Tensor.backward`."""
     backward_of(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
@@ -243,6 +245,7 @@ def _while_registered(hooks: Mapping[int, Any], key: int, hook: Handler) -> Hand
 
 
 def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+    """`Tensor.requires_grad_`: done at once on an input, recorded on what is pending."""
     value = self._value
     if value.real is not None and not value.storage.writers:
         value.real.requires_grad_(requires_grad)

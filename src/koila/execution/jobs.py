@@ -24,7 +24,7 @@ from koila.execution.history import expects_backward
 from koila.execution.process_memory import left_for_live_bytes
 from koila.execution.whole_run import written_leaves
 from koila.ir.ambient import Context, current_context
-from koila.ir.graph import Graph, collect, connected_leaves
+from koila.ir.graph import Graph, collect, connected_leaves, written_storages
 from koila.ir.job import CPU, Demand, Job, Wanted
 from koila.ir.node import HOOKS, Node, Value
 from koila.planning.decide import Decision, decision_for
@@ -286,12 +286,7 @@ def _why_whole(own: Evaluation, request: BackwardRequest | None) -> str | None:
 
 def _writes_to_overlaps(graph: Graph) -> bool:
     """Whether a write to one element changes others: a trace, which has no memory, would not see that."""
-    written = {
-        operand.storage
-        for node in graph.nodes
-        for index in node.inference.writes
-        if isinstance(operand := node.operands[index], Value)
-    }
+    written = written_storages(graph)
     values = (value for node in (graph.nodes if written else ()) for value in node.values())
     return any(value.storage in written and value.prepass.overlaps for value in values)
 

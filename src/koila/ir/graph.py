@@ -15,7 +15,7 @@ import torch
 
 from koila.errors import BudgetError, KoilaError, StaleInputError
 from koila.ir.changes import changed_at
-from koila.ir.node import Node, Value, version_of
+from koila.ir.node import Node, Storage, Value, version_of
 from koila.ir.owned import OwnedCall
 from koila.ir.prepass import prepass_of
 from koila.ir.source import Site, user_site
@@ -313,6 +313,12 @@ def _before(node: Node) -> list[Node]:
                 r for r in readers if r is not None and (storage.real or r.sequence < node.sequence) and r.is_open
             ]
     return needed
+
+
+def written_storages(graph: Graph) -> set[Storage]:
+    """Memory of values that a program writes to in place."""
+    operands = (node.operands[index] for node in graph.nodes for index in node.inference.writes)
+    return {operand.storage for operand in operands if isinstance(operand, Value)}
 
 
 def connected_nodes(graph: Graph, values: Sequence[Value]) -> set[Node]:
