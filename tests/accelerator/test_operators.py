@@ -144,10 +144,10 @@ WHOLE: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_attention_math_for_mps", "_scaled_dot_product_flash_attention.quantized",
         "_triton_multi_head_attention", "_triton_scaled_dot_attention",
     ),
-    "a recurrent layer whose backward gives its gradients as a list and keeps a reserve of its own": (
-        "_cudnn_rnn", "_cudnn_rnn_backward", "_cudnn_rnn_flatten_weight", "_lstm_mps", "lstm_mps_backward",
-        "miopen_rnn", "miopen_rnn_backward",
+    "a recurrent layer in one call: traced cell by cell, or whole if it drops out or casts": (
+        "_cudnn_rnn", "_cudnn_rnn_backward", "_cudnn_rnn_flatten_weight", "miopen_rnn", "miopen_rnn_backward",
     ),
+    "a recurrent layer whose backward gives its gradients as a list": ("_lstm_mps", "lstm_mps_backward"),
     "its results depend on lengths that are data": (
         "_cudnn_ctc_loss", "_cudnn_ctc_loss.Tensor", "_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor",
         "_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor", "miopen_ctc_loss", "miopen_ctc_loss.Tensor",

@@ -35,7 +35,7 @@ from koila._torch import (
 )
 from koila.analysis.addressing import address_from_bases
 from koila.analysis.decompositions import decompositions
-from koila.analysis.decompositions.checks import CheckedFunctions, check_in_kernel
+from koila.analysis.decompositions.checks import TracedFunctions, check_in_kernel
 from koila.analysis.functional import is_mutable, without_writes
 from koila.analysis.marks import Marks, Place, place_slots
 from koila.analysis.overlaps import check_overlaps
@@ -292,7 +292,7 @@ def trace(graph: Graph, demand: Demand, whole_norms: bool = False, plain: frozen
     # Whoever asks for a value may be in inference mode, or below the dispatch keys that tracing needs.
     with torch.inference_mode(False), ordinary_dispatch(), without_saved_tensors_hooks(), recorder.tracing():
         fakes = [_fake(mode, prepass) for _, prepass in pairs]
-        with torch.enable_grad(), mode, CheckedFunctions():
+        with torch.enable_grad(), mode, TracedFunctions():
             module = make_fx(program, table)(*fakes)
         shares_memory = check_overlaps(module.graph)
         if any(map(is_mutable, module.graph.nodes)) and not without_writes(module, mode, table):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,8 @@ from torch import nn
 import koila
 from koila import events
 from koila.analysis.chunk_rule import Call, Operand
+from koila.analysis.decompositions import checks
+from koila.analysis.decompositions.checks import cell_by_cell
 from koila.analysis.rules import rule_for
 from koila.analysis.types import OPAQUE, WHOLE, Sliced
 
@@ -119,3 +123,41 @@ def test_a_workspace_of_the_whole_batch_is_of_no_use_to_a_chunk() -> None:
     assert rule(backward_call(Operand((0,), torch.uint8, WHOLE))) is None
     ruling = rule(backward_call(Operand((0,), torch.uint8, OPAQUE)))
     assert ruling is not None and ruling.operands["workspace"] == OPAQUE
+
+
+# cuDNN's recurrent layers: there is none on a CPU, so what is looked at is the switch, not its kernels.
+
+LSTM = (None, [], [], True, 2)
+PACKED = (None, None, [], [], True, 2)
+
+
+@pytest.mark.parametrize("form", [(*LSTM, 0.5, True, False, False), (*PACKED, 0.5, True, False)])
+def test_a_layer_that_drops_out_stays_what_it_is(form: tuple[Any, ...]) -> None:
+    assert cell_by_cell(lambda *_: torch.backends.cudnn.enabled, *form)
+
+
+@pytest.mark.parametrize("form", [
+    (*LSTM, 0.0, True, False, False), (*LSTM, 0.5, False, False, False),
+    (*PACKED, 0.0, True, False), (*PACKED, 0.5, False, False),
+])  # fmt: skip
+def test_a_layer_is_traced_cell_by_cell(form: tuple[Any, ...]) -> None:
+    assert torch.backends.cudnn.enabled
+    assert not cell_by_cell(lambda *_: torch.backends.cudnn.enabled, *form)
+    assert torch.backends.cudnn.enabled
+
+
+def test_a_layer_under_autocast_stays_what_it_is() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cell_by_cell(lambda *_: torch.backends.cudnn.enabled, *LSTM, 0.0, True, False, False)
+
+
+@pytest.mark.parametrize("module", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_the_layers_of_modules_are_those_that_are_replaced(
+    module: type[torch.nn.RNNBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    for layer in (torch.lstm, torch.gru, torch.rnn_tanh):
+        monkeypatch.setitem(checks._TRACED_AS, layer, lambda *args, layer=layer: (seen.append(layer), layer(*args))[1])
+    with checks.TracedFunctions():
+        module(3, 4)(torch.randn(5, 2, 3))
+    assert len(seen) == 1

@@ -1,18 +1,20 @@
-"""Checks of data: what eager refuses because of a value must be refused by the traced program, too.
+"""Functions that are traced in another form than they are called: checks of data, and cuDNN's recurrent layers.
 
 *Takes* functions that look at data before they compute, and that on fake tensors do not. *Gives* the same function by
-operators whose kernels check. A call that checks and has no result would be dropped from a traced graph.
+operators whose kernels check: what eager refuses because of a value must be refused by the traced program, too. A call
+that checks and has no result would be dropped from a traced graph.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from koila._torch import OpOverload, schema_of
+from koila._torch import OpOverload, is_any_autocast_enabled, schema_of
 from koila.errors import AnalysisError
 
 
@@ -21,14 +23,32 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return tensor.new_zeros((*tensor.shape, num_classes)).scatter(-1, tensor.unsqueeze(-1), 1)
 
 
-_CHECKED = {torch.nn.functional.one_hot: one_hot}
+def cell_by_cell(layer: Any, *args: Any) -> Any:
+    """A recurrent layer as a program of cells: cuDNN's is one call for all samples, which no rule can cut.
+
+    What cuDNN drops out, and what it casts under autocast, cells would not repeat: such a layer stays whole.
+    """
+    of_packed = not isinstance(args[3], bool)  # (data, batch_sizes, hx, params, …) and not (input, hx, params, …).
+    dropout, train = args[6:8] if of_packed else args[5:7]
+    if (dropout and train) or is_any_autocast_enabled():
+        return layer(*args)
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False  # Its `flags` would set others, too.
+    try:
+        return layer(*args)
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
-class CheckedFunctions(TorchFunctionMode):
-    """While a program is traced: functions that would not check fake tensors are replaced."""
+_LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_TRACED_AS = {torch.nn.functional.one_hot: one_hot, **{layer: partial(cell_by_cell, layer) for layer in _LAYERS}}
+
+
+class TracedFunctions(TorchFunctionMode):
+    """While a program is traced: functions that would not check fake tensors, or not be cut, are replaced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _CHECKED.get(func, func)(*args, **(kwargs or {}))
+        return _TRACED_AS.get(func, func)(*args, **(kwargs or {}))
 
 
 def check_in_kernel(node: fx.Node) -> None:
