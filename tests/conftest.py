@@ -43,6 +43,11 @@ NOT_ON_DEVICES = {
     "test_json_holds_every_decision": "the text that it expects names the CPU",
     "test_a_plan_can_be_read": "the text that it expects names the CPU",
     "test_offload_of_what_is_kept": "it counts the host's memory, too; see tests/accelerator/test_offload.py",
+    **dict.fromkeys(
+        (f"memory/test_{name}.py" for name in ("flat", "growth", "limits", "tracker", "witness", "workspace")),
+        "it watches the host: its process, its limits, its allocator or its kernels",
+    ),
+    "memory/test_out_of_memory.py": "devices have their own: tests/accelerator/test_out_of_memory.py",
 }
 """By a part of a test's name, why it makes no sense on the simulated accelerator."""
 
