@@ -204,6 +204,54 @@ def buffer(d: Draft) -> None:
         d.assign(f"{name} * {kept}")
 
 
+def train(d: Draft) -> None:
+    """Backward passes in the middle of a program, gradients that are read there, and parameters that change."""
+    name = d.pick(lambda value: value.requires_grad)
+    leaves = [leaf for leaf, start in d.starts.items() if start.requires_grad]
+    if not leaves:
+        raise Refused
+    leaf = d.random.choice(leaves)
+    texts = (
+        f"{name}.square().mean().backward(retain_graph=True)",
+        f"({name} * 0.5).sum().backward()",
+        f"{leaf}.grad = None",
+        f"{leaf}.grad = None if {leaf}.grad is None else {leaf}.grad * 0.5",
+        f"with torch.no_grad(): {leaf}.mul_(0.9)",
+        f"{leaf}.data = {leaf}.data * 0.9",
+        f"{leaf}.data.mul_(0.9)",
+        f"torch.optim.SGD([{leaf}], 0.1).step()",
+        f"torch.nn.utils.clip_grad_norm_([{leaf}], 0.1)",
+        f"{leaf}.requires_grad_(False)",
+        f"{leaf}.requires_grad_(True)",
+    )
+    d.execute(d.random.choice(texts))
+
+
+def transform(d: Draft) -> None:
+    """Functions of functions, and forms of calls that few people use."""
+    name = d.pick(lambda value: value.ndim >= 2)
+    texts = (
+        f"torch.vmap(lambda row: (row * 2).sum())({name})",
+        f"torch.vmap(torch.sin, in_dims=1)({name})",
+        f"torch.func.grad(lambda v: v.square().sum())({name})",
+        f"torch.func.vjp(torch.tanh, {name})[0]",
+        f"torch.utils.checkpoint.checkpoint(torch.sigmoid, {name}, use_reentrant=True)",
+        f"torch.autograd.functional.jacobian(lambda v: v.sum(0), {name}.detach()).sum(0)",
+        f"getattr({name}, 'T' if {name}.ndim == 2 else 'mT')",
+        f"torch.Tensor.mul({name}, {name})",
+        f"torch.ops.aten.add.Tensor({name}, {name})",
+        f"{name}.__radd__(1.0)",
+        f"sum([{name}, {name}])",
+        f"torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Flatten(0))({name})",
+        f"torch.stack(list({name}))",
+        f"torch.stack([*{name}], -1)",
+        f"{name}.new_tensor({name}.detach()[0].tolist())",
+        f"{name}.type_as({name}).to({name}.device, copy=True)",
+        f"max({name}.reshape(-1)[:3])",
+    )
+    d.assign(d.random.choice(texts))
+
+
 HABITS: tuple[tuple[Callable[[Draft], None], float], ...] = (
     (alias, 5),
     (metadata, 2),
@@ -213,5 +261,7 @@ HABITS: tuple[tuple[Callable[[Draft], None], float], ...] = (
     (draw, 5),
     (gradient, 3),
     (buffer, 2),
+    (train, 2),
+    (transform, 2),
 )
 """Which habit comes how often, beside the operators."""

@@ -561,6 +561,102 @@ def forced(d: Draft) -> None:
     d.assign(f"{d.pick()} * {name}.mean().item()")
 
 
+def recurrent(d: Draft) -> None:
+    """A layer of cells over sequences, with or without the batch first."""
+    name = d.pick(lambda value: value.ndim == 3)
+    first, second, width = d.shape(name)
+    batch_first, hidden = d.random.random() < 0.5, d.random.randint(1, 3)
+    samples = first if batch_first else second
+    kind = d.random.choice(("gru", "lstm", "rnn_tanh", "rnn_relu"))
+    gates = {"gru": 3, "lstm": 4}.get(kind, 1) * hidden
+    weights = [d.parameter(gates, width), d.parameter(gates, hidden), d.parameter(gates), d.parameter(gates)]
+    state = f"torch.zeros(1, {samples}, {hidden}, dtype=torch.float64)"
+    states = f"({state}, {state})" if kind == "lstm" else state
+    rest = f"[{', '.join(weights)}], True, 1, 0.0, True, False, {batch_first}"
+    d.assign(f"torch.{kind}({name}, {states}, {rest})[{d.random.randrange(2)}]")
+
+
+def algebra(d: Draft) -> None:
+    """Small matrices, one for each sample or one in all."""
+    name = d.pick(lambda value: value.ndim >= 2 and value.shape[-1] == value.shape[-2])
+    size = d.shape(name)[-1]
+    eye = f"torch.eye({size}, dtype=torch.float64)"
+    regular = f"({name} @ {name}.mT + {eye})"
+    texts = (
+        f"torch.linalg.det({name})",
+        f"torch.linalg.inv({regular})",
+        f"torch.linalg.cholesky({regular})",
+        f"torch.linalg.solve({regular}, {name})",
+        f"torch.linalg.slogdet({regular})[1]",
+        f"torch.linalg.matrix_exp({name} * 0.1)",
+        f"torch.linalg.matrix_power({name}, 2)",
+        f"torch.linalg.eigvalsh({regular})",
+        f"torch.linalg.svdvals({regular})",
+        f"torch.linalg.qr({regular})[1].abs()",
+        f"torch.trace({name}.reshape(-1, {size}, {size})[0])",
+        f"torch.linalg.multi_dot([{name}[..., 0, :, :] if {name}.ndim > 2 else {name}, {eye}, {eye}])",
+        f"torch.linalg.norm({name} + 0.1, 'fro', dim=(-2, -1))",
+        f"torch.linalg.matrix_norm({name} + 0.1, 1)",
+        f"torch.kron({name}.reshape(-1, {size}, {size})[0], {eye})",
+    )
+    d.assign(d.random.choice(texts))
+
+
+def place(d: Draft) -> None:
+    """Values put where indices say, and looked up in tables."""
+    name = d.pick(lambda value: value.ndim >= 1)
+    shape = d.shape(name)
+    size, other = shape[0], d.like(shape)
+    labels = f"(y % {size})"
+    per_sample = f"(y[:{size}] % {size}).reshape(-1, {', '.join('1' for _ in shape[1:])})".replace(", )", ")")
+    source = f"{name}[{labels}]"
+    how = d.random.choice(("sum", "prod", "mean", "amax", "amin"))
+    texts = (
+        f"{name}.index_add(0, {labels}, {source})",
+        f"{name}.index_copy(0, torch.arange({size}), {other}.expand_as({name}))",
+        f"{name}.index_put((y[:1] % {size},), torch.tensor(0.5, dtype=torch.float64))",
+        f"{name}.index_put(({labels},), {source}, accumulate=True)",
+        f"{name}.index_reduce(0, {labels}, {source}, '{d.random.choice(('mean', 'amax', 'amin'))}')",
+        f"{name}.scatter_reduce(0, {per_sample}.expand_as({name}), {name} * 0.5, '{how}')",
+        f"{name}.masked_scatter({name} > 0.1, {name}.reshape(-1) * 2)",
+        f"torch.bucketize({name}, torch.tensor([-0.5, 0.0, 0.5], dtype=torch.float64)).to(torch.float64)",
+        f"torch.searchsorted({name}.detach().sort().values, {name}.detach()).to(torch.float64)",
+        f"{name}.put(y[:1], torch.tensor([0.3], dtype=torch.float64))",
+        f"{name}.take(y % {name}.numel())",
+        f"torch.select_scatter({name}, {name}[0] * 2, 0, {d.random.randrange(size)})",
+        f"torch.slice_scatter({name}, {name}[1:] * 2, 0, 1)",
+        f"torch.renorm({name} + 0.1, 2, 0, 1.0)",
+        f"torch.trapezoid({name}, dim={d.dim(name)})",
+        f"{name}.quantile(0.5, dim={d.dim(name)})",
+        f"torch.cov({name}.reshape({size}, -1))",
+        f"torch.rot90({name}.reshape({size}, -1))",
+        f"torch.vander({name}.reshape(-1)[:4])",
+        f"torch.combinations({name}.reshape(-1)[:4]).sum(-1)",
+        f"torch.block_diag({name}.reshape({size}, -1), {name}.reshape({size}, -1)[:1])",
+        f"torch.cartesian_prod({name}.reshape(-1)[:3], {name}.reshape(-1)[:2])",
+        f"torch.histc({name}.detach(), 4, -1.0, 1.0)",
+        f"torch.cumulative_trapezoid({name}, dim={d.dim(name)})",
+    )
+    d.assign(d.random.choice(texts))
+
+
+def complex_numbers(d: Draft) -> None:
+    """Through complex values and back."""
+    name = d.pick(lambda value: value.ndim >= 1)
+    dim = d.dim(name)
+    texts = (
+        f"torch.fft.fft({name}, dim={dim}).abs()",
+        f"torch.fft.rfft({name}, dim={dim}).real",
+        f"torch.fft.ifft(torch.fft.fft({name}, dim={dim}), dim={dim}).real",
+        f"torch.view_as_real(torch.complex({name}, {name}.sin()))[..., 0]",
+        f"(torch.complex({name}, {name} * 0.5) * 1j).imag",
+        f"torch.polar({name}.abs() + 0.1, {name}).angle()",
+        f"torch.complex({name}, {name}.cos()).conj().abs()",
+        f"torch.fft.fft2({name}).imag",
+    )
+    d.assign(d.random.choice(texts))
+
+
 FAMILIES: tuple[tuple[Callable[[Draft], None], float], ...] = (
     (unary, 3),
     (binary, 4),
@@ -585,6 +681,10 @@ FAMILIES: tuple[tuple[Callable[[Draft], None], float], ...] = (
     (flags, 0.5),
     (losses, 1),
     (several, 1),
+    (recurrent, 0.5),
+    (algebra, 1),
+    (place, 1.5),
+    (complex_numbers, 0.5),
     (forced, 0.15),
 )
 """Which family of operators comes how often."""

@@ -99,6 +99,8 @@ def run(
     for name, tensor in {**inputs, **tensors}.items():
         if name[0] == "r":
             found[f"buffer {name}"] = tensor
+        if name[0] == "p":
+            found[f"parameter {name}"] = tensor.detach()
         if tensor.grad is not None:
             found[f"gradient of {name}"] = tensor.grad
     return Outcome(found, torch.get_rng_state())

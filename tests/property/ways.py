@@ -2,7 +2,8 @@
 
 *Takes* a `Program`. *Gives* None, or the first way in which koila's outcome is not eager's. A `BudgetError` is an
 answer to a byte budget, and to nothing else. So is a `CaptureError` to a hook on a value that was passed by already: a
-part of the program was read, in chunks, before the hook was registered. Both are counted in `REFUSED`.
+part of the program was read, in chunks, before the hook was registered; and a `StaleInputError` to a parameter that is
+changed between a forward pass in chunks and its backward pass, which computes it again. All are counted in `REFUSED`.
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ def _outcomes(program: Program, way: Way) -> list[Outcome]:
         allowed = None if way.share is None else _bytes(program, way.share)
         once = partial(run, program, True, way.chunk_size, allowed=allowed, elsewhere=way.elsewhere)
         return [once() for _ in range(way.steps)]
-    except (koila.BudgetError, koila.CaptureError) as refused:
+    except (koila.BudgetError, koila.CaptureError, koila.StaleInputError) as refused:
         is_budget = isinstance(refused, koila.BudgetError) and way.share is not None
-        if not is_budget and "computed in chunks already" not in str(refused):
+        is_stale = isinstance(refused, koila.StaleInputError) and not way.is_exact
+        if not is_budget and not is_stale and "computed in chunks already" not in str(refused):
             raise
         REFUSED[type(refused).__name__] += 1
         recorder.forget()

@@ -683,3 +683,34 @@ def test_a_view_is_a_view_in_chunks_too(size: int | None) -> None:
     with scope(size):
         found = run(koila.lazy)
     torch.testing.assert_close(found, run(of_eager), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.semantics("S14")
+@pytest.mark.parametrize("was_frozen", [True, False])
+def test_a_parameter_that_is_frozen_after_its_use(was_frozen: bool) -> None:
+    """The call was made before: in eager its history is there already, and only the accumulation asks the flag."""
+    x, start = randn(5, 3), randn(2, 3)
+
+    def run(lazy: Lazy) -> list[Any]:
+        weight, bias = start.clone().requires_grad_(not was_frozen), torch.ones(2, dtype=x.dtype, requires_grad=True)
+        result = F.linear(lazy(x), weight, bias)
+        weight.requires_grad_(was_frozen)
+        result.square().sum().backward()
+        return [weight.grad, bias.grad]
+
+    assert [None if g is None else g.tolist() for g in run(koila.lazy)] == [
+        None if g is None else g.tolist() for g in run(of_eager)
+    ]
+
+
+@pytest.mark.semantics("S5")
+def test_a_real_tensor_that_is_detached_in_place_after_its_use() -> None:
+    x, weight = randn(5, 3), randn(3).requires_grad_()
+
+    def run(lazy: Lazy) -> Any:
+        scaled = weight * 2
+        result = (lazy(x) * scaled).sum()
+        scaled.detach_()
+        return torch.autograd.grad(result, weight)[0].tolist()
+
+    assert run(koila.lazy) == run(of_eager)

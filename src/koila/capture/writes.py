@@ -26,7 +26,7 @@ from koila.capture.readers import before_hook, before_write
 from koila.capture.record import realize
 
 _place = recorder.place
-_NOT_DATA = {"requires_grad_", "detach_", "share_memory_"}
+_NOT_DATA = {"requires_grad_", "share_memory_"}
 """Methods that end like writers and write no data."""
 _OPERATORS = (
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__",
@@ -82,6 +82,22 @@ def _patch_data() -> None:
     torch.Tensor.data = property(_read_data, _replace_data, doc=DATA_GETTER.__self__.__doc__)  # type: ignore[assignment]
 
 
+def _patch_flag() -> None:
+    """What was recorded before a tensor is frozen, or thawed, has its gradients as it was then."""
+    original = torch.Tensor.requires_grad_
+
+    @wraps(original)
+    def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+        if type(self) is Bridge.lazy_type:
+            return implementation(original)(self, requires_grad)
+        if not recorder.is_idle and self.requires_grad is not requires_grad:
+            before_write(self)
+        return original(self, requires_grad)
+
+    original_methods["requires_grad_"] = original
+    torch.Tensor.requires_grad_ = requires_grad_  # type: ignore[method-assign]
+
+
 def _patch_hooks() -> None:
     original = torch.Tensor.register_hook
 
@@ -113,5 +129,6 @@ def install_writes() -> None:
     """Patch; called once."""
     _patch_methods()
     _patch_data()
+    _patch_flag()
     _patch_hooks()
     _patch_dlpack()
