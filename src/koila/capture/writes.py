@@ -95,7 +95,7 @@ def _patch_flag() -> None:
         return original(self, requires_grad)
 
     original_methods["requires_grad_"] = original
-    torch.Tensor.requires_grad_ = requires_grad_  # type: ignore[method-assign]
+    torch.Tensor.requires_grad_ = requires_grad_  # type: ignore[assignment,method-assign]
 
 
 def _patch_hooks() -> None:

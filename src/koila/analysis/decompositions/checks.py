@@ -41,7 +41,10 @@ def cell_by_cell(layer: Any, *args: Any) -> Any:
 
 
 _LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-_TRACED_AS = {torch.nn.functional.one_hot: one_hot, **{layer: partial(cell_by_cell, layer) for layer in _LAYERS}}
+_TRACED_AS: dict[Any, Any] = {
+    torch.nn.functional.one_hot: one_hot,
+    **{layer: partial(cell_by_cell, layer) for layer in _LAYERS},
+}
 
 
 class TracedFunctions(TorchFunctionMode):
