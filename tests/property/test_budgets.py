@@ -20,7 +20,7 @@ import koila
 from koila.capture.pending import recorder
 from tests.property.draft import Program
 from tests.property.generator import make
-from tests.property.trial import Discarded, Outcome, _copies, _function, compare, reference
+from tests.property.trial import Discarded, Outcome, _copies, _function, compare, left_in, reference
 
 EXAMPLES = int(os.environ.get("KOILA_EXAMPLES", "150"))
 STEPS = 3
@@ -62,15 +62,11 @@ class Step:
 
     def outcome(self) -> Outcome:
         """What is left of it; values that were released are left out."""
-        found: dict[str, torch.Tensor] = {f"value {self.program.result}": koila.run(self.loss, detach=True)}
+        value = koila.run(self.loss, detach=True)
         self.values.clear()  # Held values that did not fit were released: nobody asks for them.
         koila.settle()
-        for name, tensor in {**self.inputs, **self.tensors}.items():
-            if name[0] == "r":
-                found[f"buffer {name}"] = tensor
-            if tensor.grad is not None:
-                found[f"gradient of {name}"] = tensor.grad
-        return Outcome(found, torch.get_rng_state())
+        left = left_in({**self.inputs, **self.tensors})
+        return Outcome({f"value {self.program.result}": value, **left}, torch.get_rng_state())
 
 
 def budget_of(tried: Example) -> int:

@@ -96,14 +96,16 @@ def run(
         gradient = ask()
         if gradient is not None:
             found[f"retained gradient {number}"] = gradient
-    for name, tensor in {**inputs, **tensors}.items():
-        if name[0] == "r":
-            found[f"buffer {name}"] = tensor
-        if name[0] == "p":
-            found[f"parameter {name}"] = tensor.detach()
-        if tensor.grad is not None:
-            found[f"gradient of {name}"] = tensor.grad
+    found.update(left_in({**inputs, **tensors}))
     return Outcome(found, torch.get_rng_state())
+
+
+def left_in(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a program leaves in the tensors that it starts from: buffers, parameters, gradients."""
+    kinds = {"r": "buffer", "p": "parameter"}
+    found = {f"{kinds[name[0]]} {name}": tensor.detach() for name, tensor in tensors.items() if name[0] in kinds}
+    gradients = {f"gradient of {name}": tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
+    return {**found, **gradients}
 
 
 def record(program: Program) -> list[torch.Tensor]:
