@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -59,3 +62,19 @@ def test_a_program_without_a_batch_is_planned_as_one_sample() -> None:
     report = seen.reports[-1]
     assert report.how == "split" and report.measured_bytes <= report.projected_bytes <= refused.value.needed_bytes
     torch.testing.assert_close(weight.grad, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_refusal_keeps_nothing_alive() -> None:
+    """Frames of an error hold whoever asked; the refusal itself is remembered."""
+    weight = torch.randn(64, 64, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        loss = (koila.lazy(torch.randn(8, 64), budget=1000) @ weight).square().sum()
+        asked = weakref.ref(loss)
+        with pytest.raises(koila.BudgetError):
+            loss.item()
+        del loss
+        assert asked() is None
+    finally:
+        gc.enable()

@@ -93,7 +93,8 @@ def decide(job: Job) -> Decision:
         try:
             return _choose(job)
         except Refused as refused:
-            raise refusal(job, refused) from None
+            # Its frames hold the tensors of whoever asked, and the last of them holds it.
+            raise refusal(job, refused.with_traceback(None)) from None
 
 
 def _choose(job: Job) -> Decision:
