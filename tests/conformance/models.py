@@ -68,9 +68,13 @@ def program_of(architecture: Architecture, dtype: torch.dtype, batch: int = BATC
         with _default_dtype(dtype):
             return _results(model(**found))
 
+    def loss(results: Any) -> Any:
+        with _default_dtype(dtype):
+            return architecture.loss(results)
+
     inputs = {name: _to(value, dtype, device) for name, value in architecture.inputs(batch).items()}
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return Program(inputs, call, state, architecture.loss)
+    return Program(inputs, call, state, loss)
 
 
 def all_trials(
