@@ -123,10 +123,18 @@ def test_a_view_aliases_its_base_after_a_run(chunk: int | None) -> None:
 
 
 @pytest.mark.semantics("S14")
-def test_a_frozen_parameter_that_is_thawed_before_the_run_is_an_error() -> None:
+def test_a_frozen_parameter_that_is_thawed_before_the_run_has_no_gradient() -> None:
     frozen, head = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1)
     loss = head(frozen(koila.lazy(torch.randn(4, 3)))).sum()
     frozen.requires_grad_(True)
+    loss.backward()
+    assert frozen.weight.grad is None and head.weight.grad is not None
+
+
+def test_a_flag_that_is_set_as_an_attribute_before_the_run_is_an_error() -> None:
+    frozen, head = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1)
+    loss = head(frozen(koila.lazy(torch.randn(4, 3)))).sum()
+    frozen.weight.requires_grad = True
     with pytest.raises(koila.StaleInputError, match="was changed after the call was recorded"):
         loss.backward()
 

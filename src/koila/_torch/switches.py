@@ -125,3 +125,13 @@ def set_switches(wanted: tuple[Any, ...]) -> None:
             change(value)
     if _precision.read() != wanted[-1]:
         _precision.set(wanted[-1])
+
+
+def without_cudnn(act: Callable[[], Any]) -> Any:
+    """What something gives while `torch.backends.cudnn.enabled` is off; its `flags` would set other switches, too."""
+    before = _C._get_cudnn_enabled()
+    try:
+        _C._set_cudnn_enabled(False)  # The public form refuses where somebody has frozen the switches.
+        return act()
+    finally:
+        _C._set_cudnn_enabled(before)

@@ -103,6 +103,19 @@ def before_hook(tensor: torch.Tensor) -> None:
         Bridge.realizer.materialize(due, "a hook on what it is a gradient of")
 
 
+def before_flag(tensor: torch.Tensor) -> None:
+    """A real tensor will be frozen or thawed: what was recorded with it before has, or has not, a gradient for it.
+
+    Other tensors in the same memory have a flag of their own.
+    """
+    reads = lambda operand: (operand.real if isinstance(operand, Value) else operand) is tensor  # noqa: E731
+    pending = recorder.pending() if recorder.is_read(tensor) else ()
+    due = [value for node in pending if any(map(reads, node.operands)) for value in _results(node)]
+    if due:
+        events.forced(WHY, user_site())
+        Bridge.realizer.materialize(due, WHY)
+
+
 def _run_for_others(found: _Readers) -> None:
     refusal: BudgetError | None = None
     try:

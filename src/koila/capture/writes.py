@@ -22,11 +22,11 @@ from koila._torch import DATA_GETTER, DATA_SETTER, TO_DLPACK
 from koila.capture.bridge import Bridge
 from koila.capture.lookup import implementation, original_methods
 from koila.capture.pending import recorder
-from koila.capture.readers import before_hook, before_write
+from koila.capture.readers import before_flag, before_hook, before_write
 from koila.capture.record import realize
 
 _place = recorder.place
-_NOT_DATA = {"requires_grad_", "share_memory_"}
+_NOT_DATA = {"requires_grad_", "detach_", "share_memory_"}
 """Methods that end like writers and write no data."""
 _OPERATORS = (
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__",
@@ -82,20 +82,23 @@ def _patch_data() -> None:
     torch.Tensor.data = property(_read_data, _replace_data, doc=DATA_GETTER.__self__.__doc__)  # type: ignore[assignment]
 
 
-def _patch_flag() -> None:
-    """What was recorded before a tensor is frozen, or thawed, has its gradients as it was then."""
-    original = torch.Tensor.requires_grad_
+def _patch_flags() -> None:
+    """What was recorded before a tensor is frozen, thawed or detached has its gradients as it was then."""
+    for name in ("requires_grad_", "detach_"):
+        original_methods[name] = getattr(torch.Tensor, name)
+        setattr(torch.Tensor, name, _flagged(original_methods[name], by_default=name == "requires_grad_"))
 
+
+def _flagged(original: Callable[..., Any], by_default: bool) -> Callable[..., Any]:
     @wraps(original)
-    def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+    def change(self: Any, requires_grad: bool = by_default) -> Any:
         if type(self) is Bridge.lazy_type:
-            return implementation(original)(self, requires_grad)
+            return implementation(original)(self, *((requires_grad,) if by_default else ()))
         if not recorder.is_idle and self.requires_grad is not requires_grad:
-            before_write(self)
-        return original(self, requires_grad)
+            before_flag(self)
+        return original(self, requires_grad) if by_default else original(self)
 
-    original_methods["requires_grad_"] = original
-    torch.Tensor.requires_grad_ = requires_grad_  # type: ignore[assignment,method-assign]
+    return change
 
 
 def _patch_hooks() -> None:
@@ -129,6 +132,6 @@ def install_writes() -> None:
     """Patch; called once."""
     _patch_methods()
     _patch_data()
-    _patch_flag()
+    _patch_flags()
     _patch_hooks()
     _patch_dlpack()

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from koila._torch import OpOverload, is_any_autocast_enabled, schema_of
+from koila._torch.switches import without_cudnn
 from koila.errors import AnalysisError
 
 
@@ -32,12 +33,7 @@ def cell_by_cell(layer: Any, *args: Any) -> Any:
     dropout, train = args[6:8] if of_packed else args[5:7]
     if (dropout and train) or is_any_autocast_enabled():
         return layer(*args)
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False  # Its `flags` would set others, too.
-    try:
-        return layer(*args)
-    finally:
-        torch.backends.cudnn.enabled = before
+    return without_cudnn(lambda: layer(*args))
 
 
 _LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
