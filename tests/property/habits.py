@@ -18,6 +18,14 @@ def _fresh(d: Draft) -> str:
     return d.assign(d.random.choice(("{}.clone()", "{} * 1.5", "{}.sigmoid()", "{} - 0.1")).format(source))
 
 
+def _leaf(d: Draft) -> str:
+    """A parameter."""
+    leaves = [name for name, start in d.starts.items() if start.requires_grad]
+    if not leaves:
+        raise Refused
+    return d.random.choice(leaves)
+
+
 VIEWS = (
     "{}.view(-1)",
     "{}.transpose(0, -1)",
@@ -96,10 +104,7 @@ def out(d: Draft) -> None:
 def hook(d: Draft) -> None:
     """Hooks on values and on parameters, before or after their use."""
     if d.random.random() < 0.3:
-        leaves = [name for name, start in d.starts.items() if start.requires_grad]
-        if not leaves:
-            raise Refused
-        name = d.random.choice(leaves)
+        name = _leaf(d)
         note = f"seen.setdefault('{name}', []).append"
         texts = [
             f"{name}.register_hook(lambda g: g * 0.5)",
@@ -168,10 +173,7 @@ def draw(d: Draft) -> None:
 def gradient(d: Draft) -> None:
     """Gradients on the way, and values that have none."""
     name = d.pick(lambda value: value.requires_grad)
-    leaves = [leaf for leaf, start in d.starts.items() if start.requires_grad]
-    if not leaves:
-        raise Refused
-    leaf = d.random.choice(leaves)
+    leaf = _leaf(d)
     create = d.random.choice((True, False))
     new = f"v{d.count}"
     texts = (
@@ -207,10 +209,7 @@ def buffer(d: Draft) -> None:
 def train(d: Draft) -> None:
     """Backward passes in the middle of a program, gradients that are read there, and parameters that change."""
     name = d.pick(lambda value: value.requires_grad)
-    leaves = [leaf for leaf, start in d.starts.items() if start.requires_grad]
-    if not leaves:
-        raise Refused
-    leaf = d.random.choice(leaves)
+    leaf = _leaf(d)
     texts = (
         f"{name}.square().mean().backward(retain_graph=True)",
         f"({name} * 0.5).sum().backward()",

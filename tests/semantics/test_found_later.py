@@ -714,3 +714,13 @@ def test_a_real_tensor_that_is_detached_in_place_after_its_use() -> None:
         return torch.autograd.grad(result, weight)[0].tolist()
 
     assert run(koila.lazy) == run(of_eager)
+
+
+@pytest.mark.semantics("S14")
+def test_a_budget_does_not_refuse_to_freeze_a_parameter() -> None:
+    weight = randn(3, 3).requires_grad_()
+    result = (koila.lazy(randn(5, 3), budget=1) @ weight).sum()
+    weight.requires_grad_(False)
+    assert not weight.requires_grad
+    with pytest.raises(koila.KoilaError):
+        result.item()

@@ -113,7 +113,16 @@ def before_flag(tensor: torch.Tensor) -> None:
     due = [value for node in pending if any(map(reads, node.operands)) for value in _results(node)]
     if due:
         events.forced(WHY, user_site())
-        Bridge.realizer.materialize(due, WHY)
+        try:
+            Bridge.realizer.materialize(due, WHY)
+        except KoilaError as error:
+            _leave_pending(error)
+
+
+def _leave_pending(error: KoilaError) -> None:
+    """Nobody has asked for what could not run: whoever reads it will see an error then."""
+    events.count("readers::left pending", site=user_site())
+    error.__traceback__ = error.__context__ = None  # Its frames hold what was to run.
 
 
 def _run_for_others(found: _Readers) -> None:
@@ -124,7 +133,6 @@ def _run_for_others(found: _Readers) -> None:
             Bridge.realizer.materialize(found.pending, WHY)
         Bridge.realizer.run_what_fits(found.released, WHY)
     except KoilaError as error:
-        events.count("readers::left pending", site=user_site())
         refusal = error if isinstance(error, BudgetError) else None
-        error.__traceback__ = error.__context__ = None  # Its frames hold what was to run.
+        _leave_pending(error)
     found.give_up(refusal)
