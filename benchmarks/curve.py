@@ -3,7 +3,7 @@
 *Takes* the programs of `benchmarks.programs`. *Gives*, for each of them, the time of a step at twelve budgets from
 eager's peak down to the smallest, and beside it the time of the same search if all that it may do is compute again:
 the batch is then not cut. Times are ratios to eager's step, interleaved with it in one process; by default the CPU time
-of the process, which work beside it disturbs least.
+of the process, which work beside it disturbs least. With `--tuned`, a loop has tried its plans before it is timed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from benchmarks.programs import PROGRAMS
 from benchmarks.ways import Subject, Way, step_of
 from benchmarks.witness import WitnessError, call_outside
 from koila.ir.cache import clear_all
-from koila.planning import cut
-from koila.planning.search import ALL
+from koila.planning import cut, trials
+from koila.planning.in_force import are_trials_over
+from koila.planning.search import ALL, RECOMPUTING
 from koila.planning.tracker import StorageTracker
 
 NUM_BUDGETS = 12
-RECOMPUTING = frozenset({"order", "recompute"})
-"""The levers of a search that does not cut."""
+ALWAYS = 1e9
+"""The share of a loop's time at which plans are tried as soon as they can be."""
 SLOWER, STEP, SMALLEST = 1.05, 1.5, 2.5
 """A larger budget takes at most this many times as long as a smaller one; a smaller one, than the next larger one, down
 to a quarter; the smallest, than eager."""
@@ -97,19 +98,23 @@ def _ratios(subject: Subject, budgets: list[int], rounds: int, clock: Callable[[
             found.append(None)
             continue
         subject.seconds(step, clock)
+        while trials.SHARE == ALWAYS and not are_trials_over():
+            subject.seconds(step, clock)
         pairs = ((subject.seconds(step, clock), subject.seconds(eager, clock)) for _ in range(rounds))
         found.append(median(own / theirs for own, theirs in pairs))
     return found
 
 
-def measure(name: str, rounds: int, num_threads: int, by_cpu: bool) -> list[list[Any]]:
+def measure(name: str, rounds: int, num_threads: int, by_cpu: bool, tuned: bool) -> list[list[Any]]:
     """Share of eager's peak, bytes, time, and time by recomputation alone, at each budget; runs in a subprocess."""
     clock = time.process_time if by_cpu else time.perf_counter
+    trials.SHARE = ALWAYS if tuned else 0.0
     subject = Subject(name, num_threads)
     most, least = _peak(subject), _smallest(subject)
     budgets = [round(most * (least / most) ** (step / (NUM_BUDGETS - 1))) for step in range(NUM_BUDGETS)]
     budgets[-1] = least
     found = _ratios(subject, budgets, rounds, clock)
+    trials.SHARE = 0.0
     with _levers(RECOMPUTING):
         alone = _ratios(subject, budgets, rounds, clock)
     return [[allowed / most, allowed, *pair] for allowed, *pair in zip(budgets, found, alone, strict=True)]
@@ -161,6 +166,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--only", nargs="+", choices=list(PROGRAMS), help="these programs only", metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved steps at each budget")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
+    parser.add_argument("--tuned", action="store_true", help="time loops that have tried their plans")
     parser.add_argument("--wall", action="store_true", help="time by the clock; the default with several threads")
     parser.add_argument("--into", type=Path, default=RESULTS, help="the folder for the results")
     given = parser.parse_args(arguments)
@@ -169,7 +175,8 @@ def main(arguments: list[str]) -> None:
     path, points, failed = given.into / "curve.json", list[Point](), list[str]()
     for name in progress(given.only or list(PROGRAMS)):
         try:
-            rows = call_outside("benchmarks.curve:measure", name, given.rounds, given.threads, by_cpu, hook=False)
+            way = (given.rounds, given.threads, by_cpu, given.tuned)
+            rows = call_outside("benchmarks.curve:measure", name, *way, hook=False)
         except WitnessError as error:
             failed.append(f"{name}: {' '.join(str(error).split())[-300:]}")
             continue

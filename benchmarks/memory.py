@@ -33,6 +33,10 @@ OFFLOADED = {"cnn_batchnorm": (0.1,), "resnet18_batchnorm": (0.1,), "resnet50_ba
 """Shares at which values may also go into files."""
 FORCING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 """Variables that make a processor pass for another one."""
+COLUMNS = (
+    *("way", "budget", "allowed", "projected", "outside", "no arena"),
+    *("inside", "difference", "time", "no arena", "verdict"),
+)
 EXACT = 1e-9
 """In float64 a step is this close to eager's, or it computes something else."""
 BAND = 1.03
@@ -56,8 +60,13 @@ class Cell:
     difference: float | None = None
     worst_difference: float | None = None
     exact_difference: float | None = None
+    file_bytes: int | None = None
+    plain_bytes: int | None = None
+    """Outside, by the same plan without an arena."""
     seconds: float | None = None
     ratio: float | None = None
+    plain_ratio: float | None = None
+    """The ratio of the same plan without an arena."""
     verdict: str = ""
     """ok, loose (projected far above measured), refused, or VIOLATION with its reasons."""
     note: str = ""
@@ -154,7 +163,9 @@ def _verdict(found: Peaks, allowed: int | None, wrong_numbers: str) -> str:
     return "loose" if loose else "ok"
 
 
-def measure_times(name: str, ways: list[list[Any]], rounds: int, num_threads: int) -> dict[str, tuple[float, float]]:
+def measure_times(
+    name: str, ways: list[list[Any]], rounds: int, num_threads: int
+) -> dict[str, tuple[float, float, float | None]]:
     """Times of ways; runs without the hook."""
     return time_ratios(name, [Way(kind, number) for kind, number in ways], rounds, num_threads)
 
@@ -192,8 +203,8 @@ def _number(cell: Cell) -> float | None:
     return float(number) if number else None
 
 
-def _times(found: tuple[float, float] | None) -> dict[str, float]:
-    return {} if found is None else {"seconds": found[0], "ratio": found[1]}
+def _times(found: tuple[float, float, float | None] | None) -> dict[str, float | None]:
+    return {} if found is None else dict(zip(("seconds", "ratio", "plain_ratio"), found, strict=True))
 
 
 def winners(cells: Iterable[Cell]) -> list[str]:
@@ -233,15 +244,16 @@ def markdown(cells: list[Cell], not_run: list[str], num_threads: int) -> str:
         "# Memory and time of programs inside a budget",
         "",
         f"Written by `./scripts/bench memory`; {machine(num_threads)}. Peaks in MiB above the state before the step, "
-        "gradients included: outside by the malloc hook, inside by the storage tracker. Difference: of gradients from "
-        "eager's, normwise; above 1e-5 they must be as close to those of float64 as eager's own are, for these data "
+        "gradients included: outside by the malloc hook, inside by the storage tracker; where values may go into "
+        "files, the resident pages of these by the kernel. Difference: of gradients from eager's, "
+        "normwise; above 1e-5 they must be as close to those of float64 as eager's own are, for these data "
         "or, if they are exact in float64, for others. Time: ratio to eager's step, interleaved; "
-        f"{'CPU time' if num_threads == 1 else 'by the clock'}.",
+        f"{'CPU time' if num_threads == 1 else 'by the clock'}. No arena: outside and time of the same plan when every "
+        "result has memory of its own.",
     ]
     for name in names:
         lines += ["", f"## {name}", ""]
-        lines += ["| way | budget | allowed | projected | outside | inside | difference | time | verdict |"]
-        lines += ["|---" * 9 + "|"]
+        lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
         lines += [_row(cell) for cell in cells if cell.program == name]
     violations = [_line(cell) for cell in cells if cell.verdict.startswith("VIOLATION")]
     failures = [_line(cell) for cell in cells if cell.verdict.startswith("failed")]
@@ -267,13 +279,15 @@ def _row(cell: Cell) -> str:
 
     difference = "" if cell.difference is None or cell.kind == "eager" else f"{cell.difference:.1e}"
     ratio = "1.00" if cell.kind == "eager" else "" if cell.ratio is None else f"{cell.ratio:.2f}"
+    plain = "" if cell.plain_ratio is None else f"{cell.plain_ratio:.2f}"
     needs = "" if cell.needed_bytes is None else f", needs {mib(cell.needed_bytes)}"
-    numbers = (cell.allowed_bytes, cell.projected_bytes, cell.outside_bytes, cell.inside_bytes)
+    needs += "" if cell.file_bytes is None else f", {mib(cell.file_bytes)} of file pages beside it"
+    numbers = (cell.allowed_bytes, cell.projected_bytes, cell.outside_bytes, cell.plain_bytes, cell.inside_bytes)
     columns = " | ".join(mib(number) for number in numbers)
     label = "" if cell.label == cell.way else cell.label
     exact = f" ({cell.note})" if cell.exact_difference is not None else ""
     return (
-        f"| {cell.kind if label else cell.way} | {label} | {columns} | {difference} | {ratio} "
+        f"| {cell.kind if label else cell.way} | {label} | {columns} | {difference} | {ratio} | {plain} "
         f"| {cell.verdict}{needs}{exact} |"
     )
 

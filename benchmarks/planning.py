@@ -28,7 +28,8 @@ from koila.errors import BudgetError
 from koila.ir.cache import clear_all
 from koila.ir.job import Demand, Job, Wanted
 from koila.planning.cut import Cutter
-from koila.planning.decide import decide, forget_decisions
+from koila.planning.decide import decide
+from koila.planning.in_force import forget_decisions
 from koila.planning.search import Search
 
 Step = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,6 +28,11 @@ from torch import nn
 import koila
 
 Step = Callable[[], object]
+Ways = tuple[Step, Step, Step]
+"""A step lazily, eagerly, and with `eager="auto"`."""
+Measured = tuple[float, float, float]
+"""Seconds, seconds of the reference, and the ratio; each is a median."""
+auto = partial(koila.lazy, eager="auto")
 WIDTH = 64
 NUM_LAYERS = 16
 
@@ -93,7 +99,7 @@ RECORDINGS = (
 )
 
 
-def measure_recording(recording: Recording, rounds: int) -> tuple[float, float, float]:
+def measure_recording(recording: Recording, rounds: int) -> Measured:
     """Seconds per call, lazily and on bare wrappers, and the ratio; medians over rounds."""
     layers = [recording.layer() for _ in range(NUM_LAYERS)]
     x, pairs = torch.randn(WIDTH, WIDTH), list[tuple[float, float]]()
@@ -103,8 +109,8 @@ def measure_recording(recording: Recording, rounds: int) -> tuple[float, float, 
             made.sum().backward()
         pairs.append((lazy, _recorded(layers, bare())[1]))
     calls, pairs = NUM_LAYERS * recording.num_calls, pairs[5:]
-    lazy, floor = median(a for a, _ in pairs) / calls, median(b for _, b in pairs) / calls
-    return lazy, floor, median(a / b for a, b in pairs)
+    lazy, floor, ratio = _medians(pairs)
+    return lazy / calls, floor / calls, ratio
 
 
 def _recorded(layers: Sequence[Callable[[Any], Any]], h: Any) -> tuple[Any, float]:
@@ -118,8 +124,8 @@ def _recorded(layers: Sequence[Callable[[Any], Any]], h: Any) -> tuple[Any, floa
 # Steps.
 
 
-def training(model: nn.Module, loss: Callable[..., torch.Tensor], *batch: torch.Tensor) -> tuple[Step, Step]:
-    """A training step, lazily and eagerly, on the same model."""
+def training(model: nn.Module, loss: Callable[..., torch.Tensor], *batch: torch.Tensor) -> Ways:
+    """A training step, on the same model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step(make: Callable[..., Any]) -> None:
@@ -128,35 +134,35 @@ def training(model: nn.Module, loss: Callable[..., torch.Tensor], *batch: torch.
         loss(*(given if isinstance(given, tuple) else (given,))).backward()
         optimizer.step()
 
-    return lambda: step(koila.lazy), lambda: step(lambda *tensors: tensors)
+    return lambda: step(koila.lazy), lambda: step(lambda *tensors: tensors), lambda: step(auto)
 
 
-def tiny_mlp() -> tuple[Step, Step]:
+def tiny_mlp() -> Ways:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     return training(
         model, lambda x, y: F.cross_entropy(model(x), y), torch.randn(64, 64), torch.randint(0, 10, (64,))
     )  # fmt: skip
 
 
-def regression() -> tuple[Step, Step]:
+def regression() -> Ways:
     model = nn.Linear(32, 1)
     return training(model, lambda x, y: F.mse_loss(model(x), y), torch.randn(256, 32), torch.randn(256, 1))
 
 
-def lstm() -> tuple[Step, Step]:
+def lstm() -> Ways:
     body, head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 4)
     loss = lambda x, y: F.cross_entropy(head(body(x)[0][:, -1]), y)  # noqa: E731
     return training(nn.ModuleList([body, head]), loss, torch.randn(16, 20, 16), torch.randint(0, 4, (16,)))
 
 
-def gcn() -> tuple[Step, Step]:
+def gcn() -> Ways:
     first, second = nn.Linear(32, 64), nn.Linear(64, 8)
     links = torch.rand(128, 128).softmax(1)
     loss = lambda x, y: F.cross_entropy(links @ second(torch.relu(links @ first(x))), y)  # noqa: E731
     return training(nn.ModuleList([first, second]), loss, torch.randn(128, 32), torch.randint(0, 8, (128,)))
 
 
-def reinforcement() -> tuple[Step, Step]:
+def reinforcement() -> Ways:
     """Twenty actions of a policy, each read as a number, then one backward pass through all of them."""
     policy = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
@@ -173,16 +179,21 @@ def reinforcement() -> tuple[Step, Step]:
         (-(torch.stack(chosen) * returns).sum()).backward()
         optimizer.step()
 
-    return lambda: episode(koila.lazy), lambda: episode(lambda state: state)
+    return lambda: episode(koila.lazy), lambda: episode(lambda state: state), lambda: episode(auto)
 
 
-def empty() -> tuple[Step, Step]:
+def empty() -> Ways:
+    """One sum of a tensor that is made lazy once; with `eager="auto"` once more, when the sum is known."""
     x = torch.randn(WIDTH, WIDTH)
     z = koila.lazy(x)
-    return lambda: z.sum().item(), lambda: x.sum().item()
+    for _ in range(5):
+        known = auto(x)
+        known.sum().item()
+    assert type(known) is koila.EagerTensor
+    return lambda: z.sum().item(), lambda: x.sum().item(), lambda: known.sum().item()
 
 
-STEPS: dict[str, tuple[Callable[[], tuple[Step, Step]], float]] = {
+STEPS: dict[str, tuple[Callable[[], Ways], float]] = {
     "a run with nothing in it": (empty, 15.0),
     "tiny MLP": (tiny_mlp, 1.3),
     "regression": (regression, 1.6),
@@ -191,22 +202,30 @@ STEPS: dict[str, tuple[Callable[[], tuple[Step, Step]], float]] = {
     "reinforcement learning": (reinforcement, 3.0),
 }
 """Name → what makes the step, and the largest ratio that is aimed at."""
+AUTO_AIM = 1.3
+"""The same for all of them with `eager="auto"`."""
 
 
-def measure_step(make: Callable[[], tuple[Step, Step]], rounds: int) -> tuple[float, float, float]:
-    """Seconds of a step, lazily and eagerly, and the ratio; medians over rounds."""
+def measure_step(make: Callable[[], Ways], rounds: int) -> tuple[Measured, Measured]:
+    """Seconds of a step and of eager's, and the ratio, lazily and with `eager="auto"`; medians over rounds."""
     torch.manual_seed(0)
     ways = make()
     for step in ways:
         cpu_seconds(step, 5)
     times = max(1, int(2e-3 / cpu_seconds(ways[0], 5)))
-    pairs = [(cpu_seconds(ways[0], times), cpu_seconds(ways[1], times)) for _ in range(rounds)]
+    found = [[cpu_seconds(way, times) for way in ways] for _ in range(rounds)]
+    return _medians([(lazy, eager) for lazy, eager, _ in found]), _medians(
+        [(at_once, eager) for _, eager, at_once in found]
+    )
+
+
+def _medians(pairs: Sequence[tuple[float, float]]) -> Measured:
     return median(a for a, _ in pairs), median(b for _, b in pairs), median(a / b for a, b in pairs)
 
 
 def table(title: str, rows: Sequence[tuple[str, float, float, float, float]]) -> None:
     """Rows of (name, seconds, seconds of the reference, ratio, aim)."""
-    print(f"\n| {title} | lazy | reference | ratio | aim |\n|---|---|---|---|---|")
+    print(f"\n| {title} | koila | reference | ratio | aim |\n|---|---|---|---|---|")
     for name, lazy, reference, ratio, aim in rows:
         print(f"| {name} | {lazy * 1e6:.1f} µs | {reference * 1e6:.1f} µs | {ratio:.2f} | {aim:g} |")
 
@@ -223,7 +242,7 @@ def resident_bytes() -> int:
 def flat(num_steps: int, parts: int = 10) -> list[tuple[float, int]]:
     """(CPU seconds per step, resident bytes after it) of each tenth of many steps of the tiny MLP."""
     torch.manual_seed(0)
-    lazy, _ = tiny_mlp()
+    lazy, _, _ = tiny_mlp()
     cpu_seconds(lazy, 50)
     return [(cpu_seconds(lazy, num_steps // parts), resident_bytes()) for _ in range(parts)]
 
@@ -250,4 +269,6 @@ def main(arguments: list[str]) -> None:
         return
     found = [(recording.name, *measure_recording(recording, given.rounds), 5.0) for recording in RECORDINGS]
     table("recording, per call", found)
-    table("steps", [(name, *measure_step(make, given.rounds), aim) for name, (make, aim) in STEPS.items()])
+    steps = {name: measure_step(make, given.rounds) for name, (make, _) in STEPS.items()}
+    table("steps", [(name, *lazy, STEPS[name][1]) for name, (lazy, _) in steps.items()])
+    table('steps, eager="auto"', [(name, *at_once, AUTO_AIM) for name, (_, at_once) in steps.items()])

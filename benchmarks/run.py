@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 import koila
-from benchmarks import curve, memory, record, scale
+from benchmarks import curve, memory, record, scale, whole
 from benchmarks.process import run as process
 from koila.planning.tracker import StorageTracker
 from tests.models import Task, gradient_bytes, language, vision
@@ -115,6 +115,7 @@ MEASUREMENTS: dict[str, Callable[[list[str]], None]] = {
     "process": process.main,
     "record": record.main,
     "scale": scale.main,
+    "whole": whole.main,
 }
 
 

@@ -1,7 +1,8 @@
 """New sizes in a loop: `python -m benchmarks.sizes`.
 
 *Takes* small models (GPT, GPT-2, BERT, Llama, ResNet with batch statistics, LSTM, an encoder-decoder) and thirty sizes
-each: primes, a batch as long as its sequences, one, a short last batch, longer than ever. *Gives* a table: what the
+each: primes, a batch as long as its sequences, one, a short last batch, longer than ever; with `--lengths` only the
+length is new, and the batch is the same in all steps. *Gives* a table: what the
 first step costs beyond a known one, what a step with a new size costs beyond it, how many joint graphs were built from
 formulas, how many were traced, and how many sizes were refused. Times are CPU time of this process.
 """
@@ -30,6 +31,8 @@ SIZES = (
     (8, 11), (8, 33), (8, 50), (8, 6), (2, 2), (8, 80),
 )  # fmt: skip
 """(batch, length) of thirty steps."""
+LENGTHS = tuple((8, n) for n in (20, 27, 31, 37, 41, 43, 47, 53, 59, 64, 29, 33, 50, 71, 73, 78, 39, 45, 57, 67))
+"""(batch, length) of twenty steps in which the batch stays the same."""
 
 Step = Callable[[nn.Module, int, int, bool], torch.Tensor]
 
@@ -196,15 +199,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.sizes", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(PROGRAMS), metavar="NAME")
     parser.add_argument("--bytes", default="1500KiB", help="the byte budget")
+    parser.add_argument("--lengths", action="store_true", help="only the length is new")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    sizes = LENGTHS if given.lengths else SIZES
     print(
         "| program | way | first s | known s | new s, median | new s, most | of the first | built | traced | refused |"
     )
     print("|---" * 10 + "|")
     for name in given.only or PROGRAMS:
-        print(measure(name, "chunks of 3", lambda: koila.budget(chunk_size=3)), flush=True)
-        print(measure(name, given.bytes, lambda: koila.budget(given.bytes)), flush=True)
+        print(measure(name, "chunks of 3", lambda: koila.budget(chunk_size=3), sizes), flush=True)
+        print(measure(name, given.bytes, lambda: koila.budget(given.bytes), sizes), flush=True)
 
 
 if __name__ == "__main__":

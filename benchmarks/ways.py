@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,6 +25,7 @@ import koila
 from benchmarks.programs import Program, make
 from benchmarks.witness import Watch
 from koila._torch import RunMode
+from koila.planning.placement import switched
 from koila.planning.tracker import StorageTracker
 from koila.planning.workspace import workspace_bytes
 
@@ -82,6 +86,16 @@ def step_of(program: Program, way: Way) -> Step:
     if way.kind == "checkpoint":
         return lambda: _checkpointed(program)
     return lambda: _backward(program, program.step(program.batch))
+
+
+def without_arena(step: Step) -> Step:
+    """The step by the same plan, with every result in memory of its own."""
+
+    def plain() -> torch.Tensor:
+        with switched.inside("off"):
+            return step()
+
+    return plain
 
 
 def _backward(program: Program, loss: torch.Tensor) -> torch.Tensor:
@@ -190,6 +204,33 @@ class Peaks:
     """The same for the worst tensor whose norm is at least a thousandth of all."""
     exact_difference: float | None = None
     """How far they are from eager's in float64, where that was asked for."""
+    file_bytes: int | None = None
+    """File pages that were resident at the peak, where values may go into files."""
+    plain_bytes: int | None = None
+    """By the malloc hook, for koila: the same plan where every result has memory of its own, none lies in an arena."""
+
+
+class FilePages:
+    """The most file pages that are resident while it is watched, above those at its start; it looks every 2 ms."""
+
+    def __enter__(self) -> FilePages:
+        self._start, self.peak_bytes, self._ends = _file_bytes(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ends.wait(0.002):
+            self.peak_bytes = max(self.peak_bytes, _file_bytes() - self._start)
+
+
+def _file_bytes() -> int:
+    """Resident pages of files and of shared memory, as the kernel counts them for this process."""
+    return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE
 
 
 class Subject:
@@ -261,7 +302,26 @@ class Subject:
             kept = step()
         del kept
         projected = getattr(self._report(), "projected_bytes", None) if way.is_koila else None
-        return Peaks(watch.peak_bytes, tracker.peak_bytes, projected, difference, worst, exact)
+        in_files = self._file_pages(step) if way.kind == OFFLOAD else None
+        plain = self._plain_bytes(step) if way.is_koila else None
+        return Peaks(watch.peak_bytes, tracker.peak_bytes, projected, difference, worst, exact, in_files, plain)
+
+    def _file_pages(self, step: Step) -> int:
+        self.reset()
+        with FilePages() as pages:
+            kept = step()
+        del kept
+        return pages.peak_bytes
+
+    def _plain_bytes(self, step: Step) -> int:
+        """The peak of a step without an arena; the first one makes its code."""
+        plain = without_arena(step)
+        for _ in range(2):
+            self.reset()
+            with Watch() as watch:
+                kept = plain()
+            del kept
+        return watch.peak_bytes
 
     def hidden(self, way: Way) -> str:
         """The operators of a step that allocate more than the table of workspaces says."""
@@ -323,17 +383,22 @@ def in_float64(program: Program) -> Program:
     return replace(program, batch=batch, leaves=tuple(wide.values()))
 
 
-def time_ratios(name: str, ways: list[Way], rounds: int, num_threads: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of each way and of their ratios to eager's steps, each right after one of the way.
+def time_ratios(
+    name: str, ways: list[Way], rounds: int, num_threads: int
+) -> dict[str, tuple[float, float, float | None]]:
+    """Median seconds of each way, and of the ratios to eager's steps, each right after one of the way: of the way
+    itself, and for koila of the same without an arena.
 
     One way after the other: only the plans of a few budgets stay in the caches. With one thread, CPU time: work beside
     it disturbs that least.
     """
     subject, clock = Subject(name, num_threads), time.process_time if num_threads == 1 else time.perf_counter
-    eager, found = step_of(subject.program, Way("eager")), dict[str, tuple[float, float]]()
+    eager, found = step_of(subject.program, Way("eager")), dict[str, tuple[float, float, float | None]]()
     for way in (Way("eager"), *ways):
         step = step_of(subject.program, way)
-        pairs = [(subject.seconds(step, clock), subject.seconds(eager, clock)) for _ in range(rounds + 2)]
-        pairs = pairs[2:]  # The first ones plan and fill caches.
-        found[str(way)] = median(own for own, _ in pairs), median(own / theirs for own, theirs in pairs)
+        both = (step, without_arena(step)) if way.is_koila else (step,)
+        rows = [[subject.seconds(each, clock) for each in (*both, eager)] for _ in range(rounds + 2)]
+        rows = rows[2:]  # The first ones plan and fill caches.
+        plain = median(row[1] / row[-1] for row in rows) if way.is_koila else None
+        found[str(way)] = median(row[0] for row in rows), median(row[0] / row[-1] for row in rows), plain
     return found

@@ -13,7 +13,10 @@ import torch
 
 import koila
 from koila._warnings import forget_warnings
+from koila.capture.at_once import here
 from koila.capture.pending import recorder
+from koila.planning import trials
+from tests.forced import forced
 from tests.seeding import seed_present_devices_only
 
 DEVICE = os.environ.get("KOILA_DEVICE", "cpu")
@@ -35,6 +38,12 @@ def fresh_counters() -> None:
     forget_warnings()
 
 
+@pytest.fixture(autouse=True)
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which plan is the fastest is a matter of time: tests that ask for it say so."""
+    monkeypatch.setattr(trials, "SHARE", 0.0)
+
+
 NOT_ON_DEVICES = {
     "Embedding sparse": "the simulated device has no sparse tensors",
     "test_what_is_drawn_while_recording": "it looks for the operator by which the CPU draws",
@@ -47,6 +56,7 @@ NOT_ON_DEVICES = {
         (f"memory/test_{name}.py" for name in ("flat", "growth", "limits", "tracker", "witness", "workspace")),
         "it watches the host: its process, its limits, its allocator or its kernels",
     ),
+    "memory/test_arena.py": "results of an accelerator never lie in an arena: its kernels take memory as they like",
     "memory/test_out_of_memory.py": "devices have their own: tests/accelerator/test_out_of_memory.py",
 }
 """By a part of a test's name, why it makes no sense on the simulated accelerator."""
@@ -79,10 +89,22 @@ class _Generator(torch.Generator):
 
 
 @pytest.fixture(autouse=True)
+def eager_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`KOILA_EAGER=forced` runs tests on eager tensors whose calls all run at once, known or not.
+
+    `KOILA_EAGER=auto`, which koila itself reads, says that of steps that repeat, and few tests have any.
+    """
+    if os.environ.get("KOILA_EAGER") == "forced":
+        monkeypatch.delenv("KOILA_EAGER")
+        monkeypatch.setattr(koila, "lazy", forced(koila.lazy))
+
+
+@pytest.fixture(autouse=True)
 def nothing_pending() -> Iterator[None]:
     """What a test recorded and did not run is not the next test's matter."""
     yield
     recorder.forget()
+    here.clear()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ run what is pending.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from os import PathLike
@@ -14,33 +15,46 @@ from typing import Any
 import torch
 
 from koila import events
-from koila._budget import Budget, current_budget, free_bytes, make_budget, read_bytes
+from koila._budget import (
+    Budget,
+    current_budget,
+    default_bytes,
+    free_bytes,
+    is_any_named,
+    make_budget,
+    open_scopes,
+    read_bytes,
+)
 from koila.analysis.custom import add_rule
 from koila.capture.bridge import Bridge
 from koila.capture.eager import EagerTensor
 from koila.capture.gradients import BackwardRequest
-from koila.capture.inputs import make_lazy
+from koila.capture.inputs import make_eager, make_lazy
 from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.patches import install
 from koila.capture.pending import recorder
 from koila.capture.purity import declare_pure
 from koila.errors import CaptureError, KoilaError
 from koila.execution.engine import Engine
-from koila.execution.jobs import Task, decision_of
+from koila.execution.jobs import LARGE_BYTES, Task, decision_of
+from koila.execution.steps import is_measuring
 from koila.interfaces import Runnable
 from koila.ir.graph import Graph, collect
 from koila.ir.node import Value
 from koila.ir.source import user_site
 from koila.ir.tree import leaves, map_leaves
 from koila.ir.verify import verify
-from koila.planning.decide import forget_decisions
+from koila.planning.in_force import any_forced, forget_decisions
 from koila.reporting.explain import Explanation, explanation
 from koila.reporting.planned_run import PlannedRun, planned_run
 from koila.reporting.report import Report
 from koila.reporting.report import reports as _reports
 
+EAGER_VARIABLE = "KOILA_EAGER"
+"""The environment variable that says what `koila.lazy` takes for `eager` where it is not named."""
 
-def lazy(*values: Any, batch: Any = 0, budget: object = None) -> Any:
+
+def lazy(*values: Any, batch: Any = 0, budget: object = None, eager: object = None) -> Any:
     """Make tensors lazy: what is computed from them is recorded, and run when a value is needed.
 
     Args:
@@ -49,14 +63,14 @@ def lazy(*values: Any, batch: Any = 0, budget: object = None) -> Any:
         batch: The batch dimension: an int (negative counts from the right), None, or a structure of them that is a
             prefix of `values`: `batch=(0, None)`, `{"labels": 0}`. With an int, the first tensor that has the
             dimension sets the batch size; a tensor that lacks it is lazy without a batch.
-        budget: What a run of these inputs may allocate: bytes as an int, a text such as "512MiB", or a share of what is
-            free such as 0.5. The smallest budget of a program's inputs holds; without one, the scope's.
+        budget: What a run may allocate: bytes, "512MiB", or a share of what is free (0.5); else the scope's holds.
+        eager: With "auto", a small step that repeats the last one is run at once by `EagerTensor`s, not recorded.
 
     Returns:
         The same structures; one value in, one value out.
 
     Raises:
-        CaptureError: Two tensors have different batch sizes.
+        CaptureError: Two tensors have different batch sizes, or `eager` is neither "auto" nor False.
         BudgetError: The budget is not one.
 
     >>> x, y = lazy(torch.ones(4, 3), torch.zeros(4, 3))
@@ -64,7 +78,31 @@ def lazy(*values: Any, batch: Any = 0, budget: object = None) -> Any:
     1.0
     """
     allowed = None if budget is None else read_bytes(budget, "budget", lambda: free_bytes(_accelerator_of(values)))
+    if _is_auto(eager) and allowed is None:
+        return make_eager(values, batch, _is_small)
     return make_lazy(values, batch, allowed)
+
+
+def _is_auto(eager: object) -> bool:
+    found = os.environ.get(EAGER_VARIABLE) or None if eager is None else eager
+    if found not in (None, False, "auto"):
+        raise CaptureError(
+            f'eager must be "auto" or False, got {found!r}',
+            where=str(user_site()),
+            hint='koila.lazy(x, y, eager="auto"), or leave it out; KOILA_EAGER is read where it is',
+        )
+    return found == "auto"
+
+
+def _is_small(rough_bytes: int, thoroughly: bool) -> bool:
+    """Whether a program that may need so many bytes runs whole, far below what is free, and nobody asks for less."""
+    if open_scopes() or any_forced() or is_measuring() or (thoroughly and is_any_named()):
+        return False
+    return rough_bytes <= LARGE_BYTES or rough_bytes <= default_bytes(0) // FAR_BELOW
+
+
+FAR_BELOW = 4
+"""A program that needs at most this part of what is free may run at once."""
 
 
 def _accelerator_of(values: Any) -> torch.device | None:

@@ -13,14 +13,14 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from koila._bytes import format_bytes, parse_bytes
-from koila._free import alive_bytes, default_bytes, free_bytes, result_bytes
+from koila._free import alive_bytes, default_bytes, free_bytes, held_by_process, result_bytes
 from koila._scopes import Mark, Scopes, moments
 from koila._warnings import warn_once
 from koila.errors import BudgetError
@@ -42,6 +42,8 @@ Amount: TypeAlias = int | float | str
 VARIABLE = "KOILA_BUDGET"
 ACCEPTED = 'bytes as an int, a text such as "512MiB" (2^20) or "512MB" (10^6), or a share of what is free such as 0.5'
 MOST_BYTES = 2**63 - 1
+ORDINARY_GROWTH_BYTES = 32 << 20
+"""What libraries, code and plans of any program take of a process, and what no budget counts."""
 _TEXT = re.compile(r"(?P<sign>-?)\s*(?P<number>\d+(?:\.\d+)?)?\s*(?P<unit>.*)", re.DOTALL)
 
 
@@ -62,13 +64,17 @@ class Budget:
     tune: bool = True
     """Whether measuring may change later plans."""
     process: bool = False
-    """Whether the process, too, is kept from growing by more than the bytes that are alive."""
+    """Whether what the process itself grows by counts, too."""
     is_default: bool = False
     """Whether nobody named a size: `default_bytes` says what is free, for whoever needs to know."""
     allowed_share: float | None = None
     """The share of what is free, if `allowed_bytes` was named as one: on an accelerator it is one of its own memory."""
     total_share: float | None = None
     """The share of what is free and alive, if `total_bytes` was named as one."""
+    most_bytes: int | None = None
+    """What a plan may take all the same if none fits into `allowed_bytes`; None is no more than that."""
+    held_at_entry: tuple[int, ...] = field(default=(), compare=False)
+    """What the process held when the scope was entered, as `held_by_process` tells it, where that counts."""
 
     @property
     def limits(self) -> bool:
@@ -116,6 +122,15 @@ class Budget:
             raise BudgetError(f"{fact} leaves nothing to run in", hint="reserve less, or allow more")
         return allowed - self.reserved_bytes
 
+    def less_growth(self, limit: int) -> int:
+        """What is left of so many bytes without what the process has grown by, beyond what every process does.
+
+        At least half is left; in steps of a sixteenth, so that not every new page asks for another plan.
+        """
+        grown = [now - then for now, then in zip(held_by_process(), self.held_at_entry, strict=False)]
+        num_steps = -(-(max(grown, default=0) - ORDINARY_GROWTH_BYTES) // max(1, limit // 16))
+        return limit - min(max(0, num_steps), 8) * (limit // 16)
+
     def _left_of_total(self, total: int, device: torch.device | None) -> int:
         alive = alive_bytes(device)
         taken = alive + self.reserved_bytes
@@ -129,6 +144,8 @@ class Budget:
 
 
 _scopes = Scopes[Budget]("budget")
+open_scopes = _scopes.open
+"""True if a scope is open; it may be so a little longer after an interrupt. For hot paths."""
 
 
 def current_budget(given: Iterable[int] = ()) -> Budget:
@@ -150,9 +167,15 @@ def current_budget(given: Iterable[int] = ()) -> Budget:
     return replace(scope, allowed_bytes=_read_variable(text), allowed_share=_share(literal(text)))
 
 
+_variables: Any = getattr(os.environ, "_data", os.environ)
+_name: Any = os.environ.encodekey(VARIABLE) if _variables is not os.environ else VARIABLE
+"""The dict behind `os.environ`, and the variable's name there: `os.environ.get` raises and catches two errors for a
+variable that is not set, and every run asks."""
+
+
 def is_any_named() -> bool:
     """Whether a scope is open, or the variable names a budget: else `current_budget` is what is free."""
-    return _scopes.innermost is not None or bool(os.environ.get(VARIABLE))
+    return _scopes.innermost is not None or bool(_variables.get(_name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +231,8 @@ class _Scope(ContextDecorator):
                 process=scope.process or outer.process,
             )
             _check_reserved(scope)
+        if scope.process and not scope.held_at_entry:
+            scope = replace(scope, held_at_entry=held_by_process())
         self._marks.append((_scopes.enter(scope), _opened.enter(next(moments))))
         return scope
 
@@ -253,8 +278,8 @@ def budget(
         reserved: Leave this much of them alone, for what koila cannot see.
         offload: Keep values in files where that is needed: in the temporary directory (True) or in this one.
         chunk_size: Cut the batch into chunks of this many samples instead; the last one may be smaller.
-        tune: Whether measuring may change later plans: after a peak above its projection the next plan is smaller.
-        process: Keep the process small, too: large blocks go back to the system when they are freed (glibc, slower).
+        tune: Whether measuring may change later plans: smaller after a peak above its projection, or a faster one.
+        process: Keep the process small, too (glibc, slower): its growth beyond 32 MiB counts, up to half of `allowed`.
 
     Raises:
         BudgetError: A budget that is not one.

@@ -107,6 +107,16 @@ def growth_bytes() -> int:
     return free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - resident))
 
 
+def held_by_process() -> tuple[int, ...]:
+    """Private writable memory and resident memory of this process; nothing where the kernel does not say.
+
+    >>> all(size > 0 for size in held_by_process())
+    True
+    """
+    mapped = _mapped_bytes()
+    return () if mapped is None else (mapped[2], mapped[1])
+
+
 def result_bytes() -> int:
     """How much a split run may keep of values that nobody asked for but the user still holds."""
     return free_bytes() // 4

@@ -1,8 +1,8 @@
 """The C library's allocator: what it holds back of freed memory, and how to make it hold back less.
 
-*Takes* a `with` block. *Gives* an allocator that, inside of it, takes blocks of 1 MiB and more from the system, one by
-one, and returns them as soon as they are freed: the process is then hardly larger than what is alive. Each such block
-is made of new pages, which the kernel clears: convolutions take up to twice as long.
+*Takes* a `with` block. *Gives* an allocator that, inside of it, takes blocks of 1 MiB and more (or of another size)
+from the system, one by one, and returns them as soon as they are freed: the process is then hardly larger than what is
+alive. Each such block is made of new pages, which the kernel clears: convolutions take up to twice as long.
 
 glibc only; elsewhere, and where the user has set glibc's thresholds by the environment, nothing is changed. The setting
 is one of the whole process. glibc cannot be asked what it was, and from the first change on no longer adapts it by
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -21,15 +22,21 @@ from threading import Lock
 from typing import Any
 
 LARGE_BLOCK_BYTES = 1 << 20
-"""Blocks of this size come from the system, one by one."""
+"""Blocks of this size come from the system, one by one, where nothing else is said."""
+LARGEST_BLOCK_BYTES = 32 << 20
+"""Blocks of this size always do."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of `mallopt`."""
-_TIGHT = (LARGE_BLOCK_BYTES, 128 << 10)
-"""From this size on a block comes from the system; so much that is free at the heap's end is returned."""
-_ORDINARY = (32 << 20, 64 << 20)
-"""What glibc adapts these to by itself after a block of 32 MiB was freed, which is the most."""
+_RETURNED_BYTES = 128 << 10
+"""So much that is free at the heap's end is returned inside of the block."""
+_ORDINARY = (LARGEST_BLOCK_BYTES, 64 << 20)
+"""What glibc adapts both to by itself after a block of 32 MiB was freed, which is the most."""
 _VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold")
+
+_LARGE_PAGE = 2 << 20
+_HUGEPAGE = 14
+"""The advice MADV_HUGEPAGE of Linux."""
 
 _lock = Lock()
 _inside = [0]
@@ -37,16 +44,19 @@ _inside = [0]
 
 
 @contextmanager
-def large_blocks_from_system() -> Iterator[None]:
-    """While this holds, large blocks come from the system and go back to it when they are freed."""
-    _enter(1)
+def large_blocks_from_system(block_bytes: int = LARGE_BLOCK_BYTES) -> Iterator[None]:
+    """While this holds, blocks of this size come from the system and go back to it when they are freed.
+
+    Where several ask for it at once, the first one's size holds.
+    """
+    _enter(1, block_bytes)
     try:
         yield
     finally:
         _enter(-1)
 
 
-def _enter(change: int) -> None:
+def _enter(change: int, block_bytes: int = LARGE_BLOCK_BYTES) -> None:
     library = _glibc()
     if library is None:
         return
@@ -54,7 +64,7 @@ def _enter(change: int) -> None:
         was_inside = _inside[0] > 0
         _inside[0] += change
         if was_inside != (_inside[0] > 0):
-            from_system, returned = _ORDINARY if was_inside else _TIGHT
+            from_system, returned = _ORDINARY if was_inside else (block_bytes, _RETURNED_BYTES)
             library.mallopt(_MMAP_THRESHOLD, from_system)
             library.mallopt(_TRIM_THRESHOLD, returned)
 
@@ -70,6 +80,17 @@ def return_freed() -> None:
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
+
+
+def ask_for_large_pages(address: int, num_bytes: int) -> None:
+    """Ask for pages of 2 MiB where they lie wholly in some memory; Linux only, and only where the system allows it.
+
+    The kernel clears and enters a large page at once instead of 512 small ones. No memory outside the block is taken.
+    """
+    first, last = -(-address // _LARGE_PAGE) * _LARGE_PAGE, (address + num_bytes) // _LARGE_PAGE * _LARGE_PAGE
+    advise = _advising()
+    if advise is not None and last > first:
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _HUGEPAGE)
 
 
 class _Facts(ctypes.Structure):
@@ -108,4 +129,13 @@ def _asking() -> Callable[[], Any] | None:
     function: Any = getattr(_glibc(), "mallinfo2", None)
     if function is not None:
         function.restype = _Facts
+    return function
+
+
+@cache
+def _advising() -> Callable[..., Any] | None:
+    """`madvise` of Linux; a kernel without large pages refuses the advice, and nothing changes."""
+    if not sys.platform.startswith("linux"):
+        return None
+    function: Callable[..., Any] | None = getattr(ctypes.CDLL(None), "madvise", None)
     return function

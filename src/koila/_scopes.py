@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, TypeVar
@@ -39,11 +39,14 @@ class Scopes(Generic[T]):
 
     def __init__(self, name: str) -> None:
         self._stack: ContextVar[tuple[tuple[weakref.ref[Mark], T], ...]] = ContextVar(name, default=())
+        self.open: Callable[[], tuple[object, ...]] = self._stack.get
+        """Empty outside of all scopes; an interrupt may have left one there that is closed."""
 
     @property
     def all(self) -> tuple[T, ...]:
         """What every open scope set, the outermost first."""
-        return tuple([item for mark, item in self._stack.get() if mark() is not None])
+        stack = self._stack.get()
+        return tuple([item for mark, item in stack if mark() is not None]) if stack else ()
 
     @property
     def innermost(self) -> T | None:
@@ -67,7 +70,10 @@ class Scopes(Generic[T]):
 
     def _others(self, closing: Mark | None) -> tuple[tuple[weakref.ref[Mark], T], ...]:
         """The open scopes without one of them."""
-        return tuple([entry for entry in self._stack.get() if entry[0]() is not None and entry[0]() is not closing])
+        stack = self._stack.get()
+        if not stack or (len(stack) == 1 and stack[0][0]() is closing):
+            return ()
+        return tuple([entry for entry in stack if entry[0]() is not None and entry[0]() is not closing])
 
     @contextmanager
     def inside(self, item: T) -> Iterator[T]:

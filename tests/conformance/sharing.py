@@ -17,7 +17,7 @@ from koila.analysis.trace import Joint
 from koila.ir.cache import Cache
 from koila.ir.graph import Graph
 from koila.ir.job import Demand
-from koila.planning.decide import forget_decisions
+from koila.planning.in_force import forget_decisions
 
 _memory: Cache[Any] = Cache("conformance_memory", 256)
 

@@ -174,6 +174,7 @@ def _rank(rank: int, folder: str) -> None:
             backward(model, chunk_size, (x[rank * 3 : rank * 3 + 3], y[rank * 3 : rank * 3 + 3]))
             gradients = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
             torch.save(gradients, f"{folder}/{rank}-{chunk_size}.pt")
+        dist.barrier()  # Gloo ends the process whose partner has gone while it still talks.
     finally:
         dist.destroy_process_group()
 

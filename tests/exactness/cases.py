@@ -265,7 +265,7 @@ def _product(sizes: Iterable[int]) -> int:
 
 
 class Largest(RunMode):
-    """Watches for the largest real tensor that any operator gives."""
+    """Watches for the largest real tensor that any operator gives, in elements of float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class Largest(RunMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(results):
-            if type(leaf) is torch.Tensor and leaf.untyped_storage().nbytes() // leaf.itemsize > self.num_elements:
-                self.num_elements = leaf.untyped_storage().nbytes() // leaf.itemsize
+            if type(leaf) is torch.Tensor and leaf.untyped_storage().nbytes() // 8 > self.num_elements:
+                self.num_elements = leaf.untyped_storage().nbytes() // 8
                 self.operator = f"{func} {list(leaf.shape)}"
         return results

@@ -90,7 +90,7 @@ def fresh() -> Iterator[None]:
     """Rules are global: tests before and after start without these."""
     from koila.analysis.rules import RULES as known
     from koila.analysis.rules import rule_for
-    from koila.planning.decide import forget_decisions
+    from koila.planning.in_force import forget_decisions
 
     def forget() -> None:
         for target, _ in RULES.values():

@@ -15,7 +15,7 @@ import torch
 
 import koila
 from koila._torch import RunMode
-from koila.planning.decide import forget_decisions
+from koila.planning.in_force import forget_decisions
 from tests.exactness.test_faults import State, assert_eager, assert_unchanged, record, start, state_of
 from tests.models import Task, language, vision
 

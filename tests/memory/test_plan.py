@@ -13,8 +13,8 @@ from torch import nn
 import koila
 from koila import _bytes
 from koila.planning.calibration import forget_corrections
-from koila.planning.decide import forget_decisions
 from koila.planning.devices import rules_for
+from koila.planning.in_force import forget_decisions
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
 from koila.planning.search import Search

@@ -43,7 +43,9 @@ def outcome(program: Program, lazy: Lazy) -> list[Any]:
     """The leaves of what a program returns, then the state of the generator."""
     torch.manual_seed(SEED)
     found = program(lazy)
-    real = map_leaves(found, lambda leaf: leaf.run() if isinstance(leaf, koila.LazyTensor) else leaf)
+    real = map_leaves(
+        found, lambda leaf: leaf.run() if isinstance(leaf, (koila.LazyTensor, koila.EagerTensor)) else leaf
+    )
     return [*leaves(real), torch.get_rng_state()]
 
 

@@ -210,6 +210,34 @@ def test_an_interrupt_between_any_two_lines(scope: Scope) -> None:
     assert False in outcomes
 
 
+@pytest.mark.parametrize("read", [False, True], ids=["backward", "read first"])
+def test_an_interrupt_before_every_line_of_a_prepared_run(read: bool) -> None:
+    wanted = _net()
+    _loss(wanted, plain).backward()
+    committed, counting = _state(wanted), Interrupt()
+    before = koila.metrics.counter_value("prepared runs")
+
+    def act(loss: Any) -> None:
+        if read:
+            loss.item()
+        loss.backward()
+
+    for _ in range(6):
+        counting = Interrupt()
+        loss = _loss(_net(), koila.lazy)
+        with counting.watching():
+            act(loss)
+    assert koila.metrics.counter_value("prepared runs") >= before + 2
+    for number in range(1, counting.lines + 1):
+        net = _net()
+        loss = _loss(net, koila.lazy)
+        with suppress(KeyboardInterrupt), Interrupt(number).watching():
+            act(loss)
+        if all(bool((parameter.grad == 1).all()) for parameter in net.parameters() if parameter.grad is not None):
+            loss.backward()  # Nothing was added to the gradients yet.
+        assert_same(_state(net), committed)
+
+
 @MODES
 def test_a_signal_in_the_middle_of_a_run(scope: Scope) -> None:
     class Signal(RunMode):

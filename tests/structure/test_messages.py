@@ -351,7 +351,7 @@ def rule_that_says_nothing() -> None:
 
 
 @says(koila.DelegateError, """
-    no backend 'tpu'; known: eager, inductor
+    no backend 'tpu'; known: eager, inductor…
       try: koila.delegates.register_backend""")  # fmt: skip
 def backend_that_does_not_exist() -> None:
     koila.delegates.get_backend("tpu")

@@ -15,6 +15,7 @@ from tests.structure.test_layers import MODULES, Module, imported_names, interna
 WITHOUT_TORCH = (
     "koila.planning.step",
     "koila.planning.aliasing",
+    "koila.planning.arena",
     "koila.planning.schedule",
     "koila.planning.peak",
     "koila.planning.devices",

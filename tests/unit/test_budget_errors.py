@@ -13,7 +13,9 @@ import torch
 import koila
 from koila import _budget
 from koila._budget import ACCEPTED, Budget, alive_bytes, current_budget, default_bytes, free_bytes, read_bytes
+from koila.execution.jobs import resolved
 
+CPU = torch.device("cpu")
 MIB = 2**20
 
 # What is written where an amount of memory belongs, and the fact that the error states; `{}` is what it is called.
@@ -132,6 +134,39 @@ def test_a_scope_without_a_size_keeps_the_process_small_too() -> None:
         assert current_budget() == Budget(allowed_bytes=100, reserved_bytes=10, process=True)
     with koila.budget(100), koila.budget(process=True):
         assert current_budget() == Budget(allowed_bytes=100, process=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "resident", "left"),
+    [(0, 0, 400), (32, 30, 400), (33, 0, 375), (72, 40, 350), (40, 132, 300), (900, 0, 200), (-50, -10, 400)],
+)
+def test_what_the_process_has_grown_by_counts(
+    monkeypatch: pytest.MonkeyPatch, data: int, resident: int, left: int
+) -> None:
+    """Beyond what every process takes, and up to half of the budget."""
+    held = [(500 * MIB, 600 * MIB)]
+    monkeypatch.setattr(_budget, "held_by_process", lambda: held[-1])
+    with koila.budget("400MiB", process=True), koila.budget(tune=False):
+        held.append(((500 + data) * MIB, (600 + resident) * MIB))
+        now = resolved(current_budget(), lambda: 0, (CPU,))
+        assert (now.allowed_bytes, now.most_bytes) == (left * MIB, None if left == 400 else 400 * MIB)
+    with koila.budget("400MiB"):
+        held.append((5000 * MIB, 5000 * MIB))
+        assert resolved(current_budget(), lambda: 0, (CPU,)).allowed_bytes == 400 * MIB
+
+
+def test_what_the_process_has_grown_by_causes_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [(500 * MIB, 600 * MIB)]
+    monkeypatch.setattr(_budget, "held_by_process", lambda: held[-1])
+    x, weight = torch.randn(64, 32), torch.randn(32, 32, requires_grad=True)
+    loss = (koila.lazy(x) @ weight).tanh().square().mean()
+    with pytest.raises(koila.BudgetError) as refused:
+        koila.plan(loss, backward=True, budget=1)
+    with koila.budget(refused.value.needed_bytes, process=True):
+        held.append((5000 * MIB, 5000 * MIB))
+        assert koila.plan(loss, backward=True).projected_bytes == refused.value.needed_bytes
+    with koila.budget(refused.value.needed_bytes - 1, process=True), pytest.raises(koila.BudgetError, match="needs"):
+        koila.plan(loss, backward=True)
 
 
 @pytest.mark.parametrize("tune", [None, 1, "no"])

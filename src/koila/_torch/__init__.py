@@ -83,8 +83,23 @@ make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 """Shape, strides and dtype without storage. Look at: torch/csrc/autograd/python_variable.cpp, its signature grows."""
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """The real method inside `__torch_function__`. Look at: torch/overrides.py, whose notes describe it."""
+plain_call: Callable[[Any, Any, Any, Any], Any] = torch._C._disabled_torch_function_impl
+"""The real function inside `__torch_function__`, faster than a `with` statement. Look at: the same notes; the arguments
+are those of `__torch_function__`."""
+is_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Whether `__torch_function__` of subclasses is asked: not inside `without_torch_function`. Look at: the same notes."""
 is_function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 """Whether a mode (`with torch.device(...)`) sees every call. Look at: torch/overrides.py."""
+C_METHODS: dict[str, Any] = {
+    name: method
+    for name, method in vars(torch._C.TensorBase).items()
+    if name == "__getitem__" or (type(method) is type(torch._C.TensorBase.size) and not name.startswith("_"))
+}
+"""Methods of tensors that are written in C++, and are what `__torch_function__` is given when one of them is called.
+
+Reflected operators are not among them: Python would prefer those of a subclass. Look at: torch/_tensor.py, whose
+`Tensor` puts its own methods over some of them.
+"""
 wrapper_size: Any = torch._C.TensorBase.size
 """What a wrapper itself says of its sizes. Look at: torch/csrc/autograd/python_variable.cpp."""
 wrapper_stride: Any = torch._C.TensorBase.stride
@@ -132,17 +147,19 @@ _exclude_set: Callable[[], Any] = torch._C._dispatch_tls_local_exclude_set
 _ORDINARY: int = _exclude_set().raw_repr()
 
 
-def is_dispatch_ordinary() -> bool:
-    """Whether the calling thread skips the dispatch keys that the user's own code skips, and no others.
+_num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_is_inference_enabled = torch.is_inference_mode_enabled
 
-    Look at: torch/csrc/utils/python_dispatch.cpp.
+
+def is_state_ordinary() -> bool:
+    """Whether no mode sees functions or operators, inference mode is off, and the calling thread skips the dispatch
+    keys that the user's own code skips, and no others. Every prepared run asks.
+
+    Look at: torch/overrides.py, torch/csrc/autograd/init.cpp, torch/csrc/utils/python_dispatch.cpp.
     """
+    if is_function_mode_enabled() or _num_modes() > 0 or _is_inference_enabled():
+        return False
     return bool(_exclude_set().raw_repr() == _ORDINARY)
-
-
-def has_modes() -> bool:
-    """Whether a mode sees functions or operators. Look at: torch/overrides.py, torch/csrc/autograd/init.cpp."""
-    return is_function_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0
 
 
 # State that a recorded call carries; see `switches` for the rest of it.

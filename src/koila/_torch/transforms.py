@@ -47,6 +47,17 @@ def active_transform() -> str | None:
     return "forward-mode AD" if forward_ad._current_level >= 0 else None
 
 
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def is_watched() -> bool:
+    """Whether a transform, a level of forward-mode AD, or hooks on saved tensors have a say in calls that are made now.
+
+    Every call that is matched asks, so it is one function. Look at: `active_transform`, torch/autograd/graph.py.
+    """
+    return transforms_active() or forward_ad._current_level >= 0 or _saved_tensors_hooks(True) is not None
+
+
 def outside_transforms() -> AbstractContextManager[Any]:
     """Compute as if no transform were active. Look at: torch/_functorch/pyfunctorch.py."""
     if not transforms_active():

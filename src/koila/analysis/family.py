@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from koila._torch import FakeTensorMode, OpOverload, in_turn, without_modes
+from koila._torch.graphs import add_node
 from koila.analysis.formulas import SMALL, Formula, Formulas, NoFormula
 from koila.analysis.marks import SlotArgument
 from koila.analysis.trace import Joint, Traced, inputs_of
@@ -252,7 +253,8 @@ class _Builder:
         for template in self.templates:
             args = self._filled(template.args, self._node)
             kwargs = self._filled(template.kwargs, self._node)
-            node = made.create_node(template.node.op, template.node.target, tuple(args), kwargs, template.node.name)
+            like_it = template.node
+            node = add_node(made, like_it.op, like_it.target, tuple(args), kwargs, like_it.name)
             if node.op != "output":
                 node.meta["val"] = value = self._value(node, template)
                 _check_small(value, template.node.meta.get("val"))

@@ -7,7 +7,7 @@ only places where all chunks must be done first: the borders of phases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import lcm
@@ -133,6 +133,7 @@ class _Typing:
         self.joint, self.num_samples, self.wanted = joint, num_samples, wanted
         self.batches = batches
         self.items: dict[fx.Node, Item] = {}
+        self.operands: dict[fx.Node, Operand] = {}
         self.converted: dict[Any, Item] = {}
         self.gathers: list[tuple[str, str]] = []
         self.to_reslice: dict[Item, set[int]] = {}
@@ -172,8 +173,8 @@ class _Typing:
 
     def _call(self, node: fx.Node) -> Item:
         named = arguments_by_name(node) if isinstance(node.target, OpOverload) else None
-        given: Any = (node.args, node.kwargs) if named is None else tuple(named.values())
-        operands = [self.items[leaf] for leaf in leaves(given) if isinstance(leaf, fx.Node)]
+        given = (node.args, node.kwargs) if named is None else named.values()
+        operands = [self.items[leaf] for leaf in _nodes_in(given)]
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
             return self._part(node, operands[0], int(node.args[1]))  # type: ignore[arg-type]
         if all(isinstance(item.type, Whole) or item.kind in ("input", "whole") for item in operands):
@@ -210,7 +211,7 @@ class _Typing:
 
     def _ruling(self, node: fx.Node, named: dict[str, Any]) -> ChunkRule | None:
         rule = rule_for(node.target)
-        call = None if rule is None else describe_call(node, named, lambda n: self.items[n].type, self.num_samples)
+        call = None if rule is None else describe_call(node, named, self._operand, self.num_samples)
         if call is None or rule is None:
             return None
         try:
@@ -219,10 +220,20 @@ class _Typing:
             events.count(f"rule_error::{node.target}: {type(error).__name__}: {error}")
             return None
 
+    def _operand(self, node: fx.Node) -> Operand:
+        """A value as rules see it."""
+        if node not in self.operands:
+            self.operands[node] = operand_as(node, self.items[node].type)
+        return self.operands[node]
+
     def _chunk_call(self, node: fx.Node, named: dict[str, Any], ruling: ChunkRule) -> Item:
         operands = []
         for name, value in named.items():
-            if not isinstance(value, (fx.Node, list, tuple)):
+            if isinstance(value, fx.Node):
+                kind: Any = ruling.operands.get(name, WHOLE)
+                operands.append(self._convert(self.items[value], kind or WHOLE, node.name))
+                continue
+            if not isinstance(value, (list, tuple)):
                 continue
             required = ruling.operands.get(name, WHOLE)
             found = list(leaves(value))
@@ -236,7 +247,7 @@ class _Typing:
     # Conversions.
 
     def _convert(self, item: Item, required: SplitType, user: str) -> Item:
-        if item.per_chunk and item.type == required:
+        if item.per_chunk and (item.type is required or item.type == required):
             return item
         whole = self._whole(item, user)
         if isinstance(required, Whole):
@@ -288,10 +299,16 @@ class _Typing:
         return Item("chunk", whole.node, kind, operands, ruling, phase=phase)
 
 
+def operand_as(node: fx.Node, kind: Any) -> Operand:
+    """A value as rules see it, with its type."""
+    fake = node.meta["val"]
+    return Operand(tuple(fake.shape), fake.dtype, kind)
+
+
 def describe_call(
-    node: fx.Node, named: dict[str, Any], type_of: Callable[[fx.Node], Any], num_samples: int
+    node: fx.Node, named: dict[str, Any], operand_of: Callable[[fx.Node], Operand], num_samples: int
 ) -> Call | None:
-    """A call as rules see it: the arguments of a node by name, operands with their types."""
+    """A call as rules see it: the arguments of a node by name, in which operands stand for values."""
     results = node.meta.get("val")
     outputs = tuple(results) if isinstance(results, (tuple, list)) else (results,)
     if any(isinstance(item, (tuple, list)) for item in outputs):
@@ -299,11 +316,8 @@ def describe_call(
 
     def operand(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            fake = value.meta["val"]
-            return Operand(tuple(fake.shape), fake.dtype, type_of(value))
-        if isinstance(value, (list, tuple)):
-            return tuple(operand(item) for item in value)
-        return value
+            return operand_of(value)
+        return tuple(map(operand, value)) if isinstance(value, (list, tuple)) else value
 
     return Call(
         node.target,  # type: ignore[arg-type]
@@ -311,6 +325,15 @@ def describe_call(
         tuple(Operand(tuple(o.shape), o.dtype, WHOLE) if isinstance(o, torch.Tensor) else None for o in outputs),
         num_samples,
     )
+
+
+def _nodes_in(values: Iterable[Any]) -> Iterator[fx.Node]:
+    """The nodes among some arguments, in order."""
+    for value in values:
+        if isinstance(value, fx.Node):
+            yield value
+        elif isinstance(value, (list, tuple, dict)):
+            yield from (leaf for leaf in leaves(value) if isinstance(leaf, fx.Node))
 
 
 def arguments_by_name(node: fx.Node) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Sliced:
 
     def at(self, dim: int) -> Sliced:
         """The same structure in another dimension."""
-        return Sliced(dim, self.outer, self.inner, self.granule)
+        return self if dim == self.dim else Sliced(dim, self.outer, self.inner, self.granule)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,10 +68,11 @@ def warn_of_batch(batch: Any, shapes: list[tuple[int, ...]]) -> None:
 
 def begin_program() -> None:
     """New inputs are made lazy: say it if all of the program before them ran eagerly."""
-    warn_of_eager_program()
-    place = recorder.place
-    place.started = (user_site(), recorder.num_recorded())
-    place.eager_calls.clear()
+    place, log = recorder.place, recorder.place.log
+    if place.eager_calls:
+        warn_of_eager_program()
+        place.eager_calls.clear()
+    place.started = (user_site(), log.num_before + log.count)
 
 
 def warn_of_eager_program() -> None:

@@ -22,6 +22,8 @@ WHY = "carried to the next batch"
 
 def run_carried() -> None:
     """Run small values of earlier batches that keep their inputs alive; counted once per place (Rule 6)."""
+    if recorder.is_idle:
+        return
     settled = recorder.place.not_carried
     carried = [value for value in recorder.held_without_grad() if value not in settled and _keeps_more_alive(value)]
     if not carried:

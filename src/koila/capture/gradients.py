@@ -6,6 +6,7 @@ the engine where something must run, else a recorded call.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from koila.capture.scan import Scan, scan_call
 from koila.errors import CaptureError
 from koila.ir.graph import collect
 from koila.ir.node import HOOKS, Value
-from koila.ir.prepass import Inference, Output, prepass_of
+from koila.ir.prepass import Inference, Output, PrePass, prepass_of
 from koila.ir.replay import current_context
 from koila.ir.second_order import goes_behind, gradients_requiring_grad
 from koila.ir.source import user_site
@@ -91,10 +92,12 @@ def backward_of(
 
 def _is_plain_loss(tensor: Any, create_graph: bool) -> bool:
     """Whether a backward pass starts from one scalar, which a call gave that has no node yet."""
-    if create_graph or type(tensor) is not Bridge.lazy_type or tensor._held is not None or not tensor.requires_grad:
+    if create_graph or type(tensor) is not Bridge.lazy_type or tensor._held is not None:
         return False
-    known = tensor._known
-    return known.dtype.is_floating_point and all(size == 1 for size in known.shape)
+    known: PrePass = tensor._prepass
+    if not known.dtype.is_floating_point or math.prod(known.shape) != 1:
+        return False
+    return known.requires_grad or bool(tensor.requires_grad)
 
 
 def _accumulate(inputs: Any, gradients: Any) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from koila import events
 from koila._torch.transforms import active_transform
 from koila.capture.advice import begin_program, note_worker, warn_of_batch, warn_of_nothing_lazy
+from koila.capture.at_once import begin_other_step, begin_step, here, trace_inputs
 from koila.capture.carried import run_carried
+from koila.capture.eager import hand_out
 from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.patches import install
 from koila.capture.record import input_value
@@ -29,6 +32,8 @@ class _Group:
 
     def __init__(self, budget: int | None, strict: bool = True) -> None:
         self.budget = budget
+        self.make: Callable[[torch.Tensor, int | None], torch.Tensor] = self.make_lazy
+        """What is handed out for a real tensor with its batch dimension."""
         self.strict = strict
         """Whether a tensor of another size in the batch dimension is an error; else it is lazy without a batch."""
         self.size: int | None = None
@@ -38,19 +43,26 @@ class _Group:
         self.shapes: list[tuple[int, ...]] = []
         """Of those that were made."""
 
-    def join(self, tensor: torch.Tensor, batch: int | None) -> int | None:
+    def make_lazy(self, real: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """A lazy tensor."""
+        if not real.is_cpu:
+            watch_streams()
+        return LazyTensor._wrap(input_value(real, dim, self.budget))
+
+    def join(self, tensor: torch.Tensor, batch: int) -> int | None:
         """The tensor's batch dimension, or None if it has none."""
-        if batch is None or not -tensor.ndim <= batch < tensor.ndim:
+        shape = tensor.shape
+        if not -len(shape) <= batch < len(shape):
             return None
-        dim = batch % tensor.ndim
+        dim = batch % len(shape)
         if self.size is None:
-            self.size, self.shape = tensor.shape[dim], tuple(tensor.shape)
-        elif tensor.shape[dim] != self.size:
+            self.size, self.shape = shape[dim], shape
+        elif shape[dim] != self.size:
             if not self.strict:
                 return None
             raise CaptureError(
                 f"batch sizes differ: {list(self.shape)} has {self.size} samples, "
-                f"{list(tensor.shape)} has {tensor.shape[dim]} in dim {dim}",
+                f"{list(shape)} has {shape[dim]} in dim {dim}",
                 where=str(user_site()),
                 hint="say where the batch is, one entry per value: koila.lazy(x, table, batch=(0, None))",
             )
@@ -88,21 +100,15 @@ def _check_prefix(batch: Any) -> None:
 
 
 def _make_lazy(tree: Any, batch: Any, group: _Group) -> Any:
-    _check_prefix(batch)
+    if type(batch) is not int:
+        _check_prefix(batch)
+    if type(tree) is torch.Tensor:
+        return _make_tensor_lazy(tree, batch, group)
     if isinstance(tree, LazyTensor):
         group.num_lazy += 1
         return tree
     if isinstance(tree, torch.Tensor):
-        real = real_tensor(tree)
-        if not is_plain(real):
-            events.count(f"inputs::left as they are::{type(real).__name__}, {real.layout}", site=user_site())
-            return real
-        group.num_lazy += 1
-        group.shapes.append(tuple(real.shape))
-        if real.device.type != "cpu":
-            watch_streams()
-        dim = group.join(real, batch if isinstance(batch, int) else None)
-        return LazyTensor._wrap(input_value(real, dim, group.budget))
+        return _make_tensor_lazy(real_tensor(tree), batch, group)
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         return rebuild(type(tree), [_make_lazy(item, _member(batch, i), group) for i, item in enumerate(tree)])
     if isinstance(tree, dict):
@@ -111,6 +117,15 @@ def _make_lazy(tree: Any, batch: Any, group: _Group) -> Any:
         members = {f.name: _make_lazy(getattr(tree, f.name), _member(batch, f.name), group) for f in fields(tree)}
         return replace(tree, **members)
     return _user_mapping(tree, batch, group)
+
+
+def _make_tensor_lazy(real: torch.Tensor, batch: Any, group: _Group) -> torch.Tensor:
+    if not is_plain(real):
+        events.count(f"inputs::left as they are::{type(real).__name__}, {real.layout}", site=user_site())
+        return real
+    group.num_lazy += 1
+    group.shapes.append(real.shape)
+    return group.make(real, group.join(real, batch) if isinstance(batch, int) else None)
 
 
 def _user_mapping(tree: Any, batch: Any, group: _Group) -> Any:
@@ -127,6 +142,39 @@ def _user_mapping(tree: Any, batch: Any, group: _Group) -> Any:
 def make_lazy(values: tuple[Any, ...], batch: Any, budget: int | None = None, strict: bool = True) -> Any:
     """See `koila.lazy`; without `strict`, tensors whose size is not that of the batch are lazy without one."""
     install()
+    begin_other_step()
+    return _begin(values, batch, _Group(budget, strict))
+
+
+def make_eager(values: tuple[Any, ...], batch: Any, is_small: Callable[[int, bool], bool]) -> Any:
+    """The same with eager tensors where the step that begins here is known and small; see `koila.capture.at_once`.
+
+    Args:
+        values: As in `koila.lazy`.
+        batch: As in `koila.lazy`.
+        is_small: Whether a program that may need so many bytes is far below what is free, and nobody asks for a budget;
+            asked thoroughly or not.
+    """
+    install()
+    tensors = _tensors_of(values, batch)
+    if tensors is None:
+        return make_lazy(values, batch)
+    program = begin_step(tensors, batch, is_small)
+    if program is None:
+        return _begin_watched(values, batch)
+    if here.position.has_recorded:
+        run_carried()
+        here.position.has_recorded = False
+    if tensors is values:
+        found = tuple(map(hand_out, values, program.inputs))
+        return found[0] if len(found) == 1 else found
+    group, origins = _Group(None), iter(program.inputs)
+    group.make = lambda real, dim: hand_out(real, next(origins))
+    return _make_values(values, batch, group)
+
+
+def _begin(values: tuple[Any, ...], batch: Any, group: _Group) -> Any:
+    """Lazy tensors, with which a program begins."""
     transform = active_transform()
     if transform is not None:  # Its tensors are not what they seem, and it ends before anything would run.
         events.count("eager::lazy", site=user_site())
@@ -135,15 +183,49 @@ def make_lazy(values: tuple[Any, ...], batch: Any, budget: int | None = None, st
     run_carried()
     begin_program()
     note_worker()
-    group = _Group(budget, strict)
-    if len(values) == 1:
-        found = _make_value(values[0], _single(batch, values[0]), group)
-    else:
-        found = tuple(_make_value(value, _member(batch, index), group) for index, value in enumerate(values))
+    found = _make_values(values, batch, group)
     # Tensors without dimensions have no batch, and the default names none for them.
     if group.shapes and group.size is None and batch != 0 and _names_a_batch(batch):
         warn_of_batch(batch, group.shapes)
     return found
+
+
+def _begin_watched(values: tuple[Any, ...], batch: Any) -> Any:
+    """The same for a step that is watched: its inputs are known by their place."""
+    group, made = _Group(None), list[torch.Tensor]()
+
+    def make(real: torch.Tensor, dim: int | None) -> torch.Tensor:
+        made.append(group.make_lazy(real, dim))
+        return made[-1]
+
+    group.make = make
+    found = _begin(values, batch, group)
+    trace_inputs(made)
+    return found
+
+
+def _tensors_of(values: tuple[Any, ...], batch: Any) -> Sequence[torch.Tensor] | None:
+    """The tensors that would be handed out; None where a transform is active, or one of them is lazy already."""
+    if active_transform() is not None:
+        return None
+    if all(type(value) is torch.Tensor for value in values):
+        return values if all(map(is_plain, values)) else None
+    group, found = _Group(None), list[torch.Tensor]()
+
+    def note(real: torch.Tensor, dim: int | None) -> torch.Tensor:
+        found.append(real)
+        return real
+
+    group.make = note
+    _make_values(values, batch, group)
+    return found if found and len(found) == group.num_lazy else None
+
+
+def _make_values(values: tuple[Any, ...], batch: Any, group: _Group) -> Any:
+    """What is handed out for all values of the call."""
+    if len(values) == 1:
+        return _make_value(values[0], _single(batch, values[0]), group)
+    return tuple([_make_value(value, _member(batch, index), group) for index, value in enumerate(values)])
 
 
 def _make_value(value: Any, batch: Any, group: _Group) -> Any:

@@ -24,10 +24,13 @@ from koila._torch import (
     throw_on_data_access,
 )
 from koila.capture.advice import begin_program, leaving_worker, note_worker
+from koila.capture.at_once import here, watch
 from koila.capture.bridge import Bridge
 from koila.capture.carried import run_carried
+from koila.capture.gradients import backward_of
+from koila.capture.known import Origin
 from koila.capture.log import MAX_VALUES, Log
-from koila.capture.lookup import implementation, lookup_function, lookup_method
+from koila.capture.lookup import implementation, known_implementations, lookup_function, lookup_method
 from koila.capture.patches import install
 from koila.capture.pending import recorder
 from koila.capture.record import budget_of, input_value, real_of, realize
@@ -61,6 +64,8 @@ class LazyTensor(torch.Tensor):
     """The number of its value among all that were recorded; -1 for an input."""
     _log: Log
     """Where it was recorded."""
+    _origin: Origin | None = None
+    """The result of a known program that it is, in a step that is watched; see `koila.capture.at_once`."""
 
     def __new__(cls, tensor: torch.Tensor, batch: int | None = 0) -> LazyTensor:
         if not isinstance(tensor, torch.Tensor):
@@ -93,7 +98,8 @@ class LazyTensor(torch.Tensor):
             device=prepass.device,
         )
         throw_on_data_access(wrapper)
-        wrapper._held, wrapper._log, wrapper._name = value, recorder.place.log, _name(value)
+        wrapper._held, wrapper._log = value, recorder.place.log
+        wrapper._name = -1 if value.position[0] < 0 else _name(value)
         # Nobody else can be this value yet, except after a shallow copy.
         value.holders = (weakref.ref(wrapper),) if not value.holders else (*value.holders, weakref.ref(wrapper))
         return wrapper
@@ -103,7 +109,9 @@ class LazyTensor(torch.Tensor):
         if is_key_excluded(PYTHON_KEY):  # Inside `torch.tensor([lazy])`: no fake tensor would be fake.
             with ordinary_dispatch():
                 return implementation(func)(*args, **(kwargs or {}))
-        handler = implementation(func)
+        if here.position.watches:
+            return watch(func, types, args, kwargs)
+        handler = known_implementations.get(func) or implementation(func)
         if type(handler) is partial:
             found = repeat(handler.args[0], args, kwargs)
             if found is not NOT_KNOWN:
@@ -329,7 +337,7 @@ class LazyTensor(torch.Tensor):
         if is_function_mode_enabled():
             super().backward(gradient, retain_graph, create_graph, inputs)
         else:
-            lookup_method("backward")(self, gradient, retain_graph, create_graph, inputs)
+            backward_of(self, gradient, retain_graph, create_graph, inputs=inputs)
 
     def item(self) -> Any:
         """As `torch.Tensor.item`."""

@@ -28,6 +28,8 @@ from koila.ir.trie import TrieCache
 
 MAX_VALUES = 1 << 24
 """Values of one program are numbered below this: the name of a value is one integer for the program and the number."""
+MAX_HISTORIES = 8
+"""For so many sets of held results it is remembered what a program is; see `Log.is_history`."""
 _epochs = itertools.count()
 
 Operand = Value | torch.Tensor
@@ -166,7 +168,21 @@ class Log:
     @property
     def is_history(self) -> bool:
         """Whether all entries lead to results that somebody holds and that require grad."""
-        if self.writes or len(_needed(self.entries)) < len(self.entries):
+        if self.writes:
+            return False
+        node = self.trie.current
+        if node is None or len(self.entries) != node.depth:
+            return self._is_history()
+        held = held_numbers(self, None)
+        found = node.histories.get(held)
+        if found is None:
+            if len(node.histories) >= MAX_HISTORIES:
+                node.histories.clear()
+            found = node.histories[held] = self._is_history()
+        return found
+
+    def _is_history(self) -> bool:
+        if len(_needed(self.entries)) < len(self.entries):
             return False
         captures = _num_captures(self.entries)
         without = (entry for entry in self.entries if not all(made._prepass.requires_grad for made in entry.results))

@@ -6,6 +6,7 @@ is asked for, one of `koila.capture.gradients` where autograd is, else `lazy_for
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -192,6 +193,13 @@ def _table() -> dict[Any, Handler]:
 
 
 _handlers = _table()
+READING: frozenset[Any] = frozenset(
+    [
+        *(getattr(_T, name) for name in _FORCING if hasattr(_T, name)),
+        *(_T.backward, torch.autograd.backward, _T.grad_fn.__get__, _T.__format__),  # type: ignore[union-attr]
+    ]
+)
+"""Functions before which what is pending for their operands is run."""
 
 
 original_methods: dict[str, Handler] = {}
@@ -236,6 +244,8 @@ class _Found:
 
 
 _found = _Found()
+known_implementations: Mapping[Handler, Handler] = _found.entries
+"""What `implementation` gave before: every call looks here first."""
 
 
 def implementation(func: Handler) -> Handler:

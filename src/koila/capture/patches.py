@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from pkgutil import iter_modules
 from sys import _getframe
@@ -45,6 +45,16 @@ from koila.ir.tree import leaves, map_leaves
 
 def _has_lazy(tree: Any) -> bool:
     return any(type(leaf) is Bridge.lazy_type for leaf in leaves(tree))
+
+
+def call_outside(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function that does not ask `__torch_function__`: what it does inside is no part of the user's program.
+
+    Its eager arguments are plain tensors to it, and its results are eager like theirs.
+    """
+    if not any(type(leaf) is Bridge.eager_type for leaf in leaves((args, kwargs))):
+        return function(*args, **kwargs)
+    return Bridge.eager_type.call(function, args, kwargs)
 
 
 class _FunctionCall(OwnedCall):
@@ -107,7 +117,8 @@ def _patch_function() -> None:
     @wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not _has_lazy((args, kwargs)):
-            return _checked(cls, original(cls, *args, **kwargs))
+            call = lambda *args, **kwargs: _checked(cls, original(cls, *args, **kwargs))  # noqa: E731
+            return call_outside(call, args, kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return reentrant_checkpoint(original, *args)
         verdict = verdict_on(cls)
@@ -141,7 +152,7 @@ def _patch_scripts() -> None:
 
         def call(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             if not _has_lazy((args, kwargs)):
-                return _original(self, *args, **kwargs)
+                return call_outside(partial(_original, self), args, kwargs)
             script = _ScriptCall(self, _original)
             scan, _ = scan_call(script, args, kwargs)
             return run_eagerly(script, scan, "code compiled by TorchScript")
@@ -166,6 +177,8 @@ def _patch_state() -> None:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if recorder.is_idle:
+        return
     Bridge.realizer.before_step([p for group in optimizer.param_groups for p in group["params"]])
 
 
@@ -193,6 +206,18 @@ def _patch_variables() -> None:
             return original(cls, *args, **kwargs)
         requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad")
         return data.detach().requires_grad_() if requires_grad else data.detach()
+
+    kind.__new__ = staticmethod(make)
+
+
+def _patch_parameters() -> None:
+    """A parameter made of an eager tensor is an ordinary one; PyTorch would keep the class of the tensor."""
+    kind: Any = torch.nn.Parameter
+    original = kind.__new__
+
+    @wraps(original)
+    def make(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(cls, data.run() if type(data) is Bridge.eager_type else data, *args, **kwargs)
 
     kind.__new__ = staticmethod(make)
 
@@ -281,6 +306,7 @@ def install() -> None:
             patch_gradcheck()
             _patch_averages()
             _patch_variables()
+            _patch_parameters()
             _patch_modes()
             install_writes()
             register_optimizer_step_pre_hook(_before_step)

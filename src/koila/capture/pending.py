@@ -121,8 +121,12 @@ class Recorder:
     def new_epoch(self) -> None:
         """A run has happened: the next recorded call starts a new program."""
         place = self.place
-        self.log.new_epoch()
-        place.addresses, place.num_noted = set(), 0
+        log = place.log
+        if log.entries:
+            log.flush()
+        log.new_epoch()
+        if place.addresses or place.num_noted:
+            place.addresses, place.num_noted = set(), 0
 
     def num_recorded(self) -> int:
         """How many results this thread has recorded in its life."""

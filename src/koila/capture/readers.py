@@ -35,7 +35,7 @@ class _Readers:
         spoiled: set[Node] = set()
         lost: set[Node] = set()
         for node in recorder.recorded():
-            if node.has_changed or any(value.node in lost for value in node.values()):
+            if node.has_changed or (lost and any(value.node in lost for value in node.values())):
                 lost.add(node)  # It was left pending at an earlier write.
                 continue
             reads = any(self._is_written(operand) for operand in node.operands)
@@ -43,7 +43,7 @@ class _Readers:
                 self.nodes.append(node)
             if reads and not node.done:
                 self.pending += [] if node.failed or node.left_behind else _results(node)
-            elif reads or any(value.node in spoiled for value in node.values()):
+            elif reads or (spoiled and any(value.node in spoiled for value in node.values())):
                 spoiled.add(node)
                 self.released += node.waiting() if node.done else []
 

@@ -151,17 +151,21 @@ def realize(value: Value, why: str) -> torch.Tensor:
     if value.real is None or value.storage.writers:
         events.forced(why, user_site())
         Bridge.realizer.materialize([value], why)
+    return _data(value)
+
+
+def _data(value: Value) -> torch.Tensor:
     assert value.real is not None
     return value.real
 
 
 def real_of(lazy: Any, why: str) -> torch.Tensor:
     """The real tensor of a lazy one."""
-    if lazy._held is not None:
+    held = lazy._held
+    if held is not None:
         return realize(lazy._value, why)
     Bridge.realizer.read(lazy, why)
-    real: torch.Tensor = lazy._value.real
-    return real
+    return _data(lazy._held)
 
 
 def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
@@ -172,7 +176,7 @@ def run_eagerly(func: Any, scan: Scan, why: str) -> Any:
     recorder.note_eager(name, why)
     operands = [operand for operand in scan.operands if isinstance(operand, Value)]
     budget = budget_of(operands)
-    if _may_write(func, scan.kwargs):
+    if may_write(func, scan.kwargs):
         run_readers(scan.operands)
     if any(value.real is None or value.storage.writers for value in operands):
         events.forced(why, user_site())
@@ -207,7 +211,7 @@ def run_in_transform(func: Any, args: Any, kwargs: Any, transform: str) -> Any:
     events.count(f"eager_because::{transform}")
     lazies = [leaf for leaf in leaves((args, kwargs)) if type(leaf) is Bridge.lazy_type]
     values = [lazy._value for lazy in lazies]
-    if _may_write(func, kwargs):
+    if may_write(func, kwargs):
         run_readers(values)
     reals = {id(lazy): realize(lazy._value, transform) for lazy in lazies}
     swap = lambda leaf: reals.get(id(leaf), leaf)  # noqa: E731
@@ -219,7 +223,7 @@ def run_in_transform(func: Any, args: Any, kwargs: Any, transform: str) -> Any:
     return map_leaves(result, lambda leaf: back.get(id(leaf), leaf))
 
 
-def _may_write(func: Any, kwargs: Any) -> bool:
+def may_write(func: Any, kwargs: Any) -> bool:
     """Whether the name of a function says that it changes an argument: `add_`, `__iadd__`, `__setitem__`, `out=`."""
     name = str(getattr(func, "__name__", ""))
     return "out" in kwargs or name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))

@@ -10,13 +10,15 @@ no forward-mode AD, no hooks on saved tensors, no compiled code around it, and i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from sys import _getframe
 from typing import Any
 
 from koila._scopes import moments
-from koila._torch import saved_tensors_hooks, throw_on_data_access
+from koila._torch import throw_on_data_access
 from koila._torch.dynamo import in_compiled_code
-from koila._torch.transforms import active_transform
+from koila._torch.transforms import is_watched
 from koila.capture.log import Entry, Log
 from koila.capture.pending import recorder
 from koila.capture.template import Template
@@ -29,6 +31,8 @@ from koila.ir.trie import TrieNode
 MAX_ENTRIES = 4096
 """So many calls wait without nodes; what nobody can ask for is found out when nodes are made."""
 _place = recorder.place
+_entry: Callable[[tuple[Any, ...]], Entry] = partial(tuple.__new__, Entry)
+"""An entry from its fields, without the Python layer of `NamedTuple`."""
 NOT_KNOWN = object()
 """The call is not the next one of a known program."""
 
@@ -40,7 +44,9 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Any:
     if current is None:
         return NOT_KNOWN
     followers = current.followers.get(func)
-    if followers is None or not _is_ordinary() or len(log.entries) >= MAX_ENTRIES:
+    if followers is None or len(log.entries) >= MAX_ENTRIES or is_watched():
+        return NOT_KNOWN
+    if recorder.is_hidden_from_dynamo and in_compiled_code():
         return NOT_KNOWN
     context, base = current_context(), log.base
     with log.lock:
@@ -53,16 +59,9 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Any:
     return NOT_KNOWN
 
 
-def _is_ordinary() -> bool:
-    """Whether nothing around the call has a say in whether it is recorded."""
-    if active_transform() is not None or saved_tensors_hooks(True) is not None:
-        return False
-    return not (recorder.is_hidden_from_dynamo and in_compiled_code())
-
-
 def _append(log: Log, node: TrieNode, template: Template, captured: tuple[Any, ...]) -> Any:
-    draws = [draw(spec) for spec in template.inference.draws] if template.inference.draws else []
-    name = log.base + template.first
+    specs, name = template.inference.draws, log.base + template.first
+    draws = [draw(spec) for spec in specs] if specs else []
     results = []
     for make, prepass in template.makers:
         wrapper = make()
@@ -71,7 +70,7 @@ def _append(log: Log, node: TrieNode, template: Template, captured: tuple[Any, .
         name += 1
         results.append(wrapper)
     frame = user_frame(_getframe(3))
-    entry = Entry(template, captured, tuple(results), draws, next(moments), frame.f_code, frame.f_lasti)
+    entry = _entry((template, captured, tuple(results), draws, next(moments), frame.f_code, frame.f_lasti))
     # An interrupt between two of these lines leaves a number without a call, or a call that nobody can ask for.
     log.count += len(results)
     log.writes |= template.writes

@@ -12,7 +12,7 @@ the things that they compare with are constants of the template.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from keyword import iskeyword
@@ -37,8 +37,8 @@ _LITERALS = (bool, type(None), type(...))
 _CONSTANTS = (int, float, complex, str, torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout)
 
 Match = Callable[[Any, Any, tuple[Any, ...], int], tuple[Any, ...] | None]
-_Code = tuple[Match, Any, Any, Any]
-"""The compiled parts of a template: `match`, `rebuild`, `is_fresh`, `call`."""
+_Code = tuple[Match, Any]
+"""The compiled parts of a template: `match` and `rebuild`."""
 
 
 class _NoTemplate(Exception):
@@ -65,10 +65,9 @@ class Template:
     """Where the slots are among what is captured."""
     rebuild: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     """Takes `constants`, operands and slots. Gives the arguments of the node."""
-    is_fresh: Callable[[tuple[Any, ...]], bool]
-    """Takes what is captured. Tells whether real operands are as they were when the call was recorded (Rule 5)."""
-    call: Callable[..., Any]
-    """Takes a function, `constants`, `positions`, what is captured, and tensors by number. Makes the call on them."""
+    arguments: str
+    """The arguments of a run, as text to be formatted with expressions for `constants` (c), what is captured (g), and
+    operands that are values of the program (e)."""
     makers: tuple[tuple[Callable[[], Any], PrePass], ...]
     """For each new result what makes its wrapper, and what is known about it."""
     first: int
@@ -122,12 +121,12 @@ def template_for(
         outputs, kind, returned = _results(inference, pattern)
     except _NoTemplate:
         return None
-    match, rebuild, is_fresh, call = pattern.compiled()
-    makers = tuple((_maker(output.prepass), output.prepass) for output in outputs)
+    match, rebuild = pattern.compiled()
+    makers = tuple((_maker(output.prepass, context.default_dtype), output.prepass) for output in outputs)
     return Template(
         func, context, inference, (scan.function, context, tuple(scan.statics)), match, tuple(pattern.constants),
-        tuple(pattern.operands), tuple(pattern.positions), tuple(pattern.slots), rebuild, is_fresh, call, makers, first,
-        kind, returned, any(index not in inference.hidden_writes for index in inference.writes),
+        tuple(pattern.operands), tuple(pattern.positions), tuple(pattern.slots), rebuild, pattern.arguments, makers,
+        first, kind, returned, any(index not in inference.hidden_writes for index in inference.writes),
     )  # fmt: skip
 
 
@@ -142,7 +141,10 @@ def _check(scan: Scan, inference: Inference) -> None:
         hidden = index in inference.hidden_writes
         if hidden != (not isinstance(operand, Value)) or (isinstance(operand, Value) and operand.storage.real):
             raise _NoTemplate
-    # Whether views of inputs share memory with each other is not known by their names.
+    if not inference.writes and all(output.is_fresh for output in inference.outputs):
+        return
+    # Whether views of inputs share memory with each other, which a result or a write may depend on, is not known by
+    # their names.
     views = [o for o in scan.operands if isinstance(o, Value) and o.node is not None and o.storage.real]
     bound = [o for o in scan.operands if isinstance(o, Value) and o.node is None]
     if len(views) + bool(views and bound) > 1:
@@ -169,9 +171,13 @@ def _results(inference: Inference, pattern: _Pattern) -> tuple[tuple[Output, ...
     return inference.outputs, type(structure), -1
 
 
-def _maker(prepass: PrePass) -> Callable[[], Any]:
-    """What makes a wrapper with this layout; strides are left out where they are those of dense memory."""
-    options: dict[str, Any] = {"dtype": prepass.dtype, "device": prepass.device}
+def _maker(prepass: PrePass, default_dtype: torch.dtype) -> Callable[[], Any]:
+    """What makes a wrapper with this layout in this state; what it would be anyhow is left out."""
+    options: dict[str, Any] = {}
+    if prepass.dtype is not default_dtype:
+        options["dtype"] = prepass.dtype
+    if prepass.device.type != "cpu":
+        options["device"] = prepass.device
     if prepass.stride != contiguous_strides(prepass.shape):
         options["strides"] = prepass.stride
     return partial(make_wrapper, Bridge.lazy_type, prepass.shape, **options)
@@ -236,23 +242,13 @@ class _Pattern:
         self._compare_operands()
         node_args = "".join(f"{node}, " for node, _ in given)
         node_kwargs = ", ".join(f"{key!r}: {node}" for key, node, _ in named)
-        arguments = ", ".join([run for _, run in given] + [f"{key}={run}" for key, _, run in named])
+        self.arguments = ", ".join([run for _, run in given] + [f"{key}={run}" for key, _, run in named])
         self._source = "\n".join([
             "def match(args, kwargs, c, base):",
             *(f"    {line}" for line in self._lines),
             f"    return ({''.join(f'{name}, ' for name in self._captured)})",
             f"rebuild = lambda c, v, s: (({node_args}), {{{node_kwargs}}})",
-            f"is_fresh = lambda g: {self._freshness()}",
-            f"call = lambda f, c, k, g, e: f({arguments})",
         ])  # fmt: skip
-
-    def _freshness(self) -> str:
-        places = [place + (kind == BOUND) for kind, place in self.operands if kind != PENDING]
-        tests = [
-            f"g[{i}]._version == g[{i + 1}] and g[{i}].data_ptr() == g[{i + 2}] and g[{i}].requires_grad is g[{i + 3}]"
-            for i in places
-        ]
-        return " and ".join(tests) or "True"
 
     def _constant(self, thing: Any) -> str:
         self.constants.append(thing)
@@ -294,7 +290,7 @@ class _Pattern:
         if self._slotted and is_slot(leaf, self._slotted):
             self._refuse_unless(self._slot_condition(leaf, name))
             self.slots.append(self._capture(name))
-            return f"s[{len(self.slots) - 1}]", f"g[{self.slots[-1]}]"
+            return f"s[{len(self.slots) - 1}]", f"{{g[{self.slots[-1]}]}}"
         if kind not in _LITERALS and kind not in _CONSTANTS:
             raise _NoTemplate
         constant = self._constant(leaf)
@@ -303,7 +299,7 @@ class _Pattern:
         if kind in (float, complex) and not leaf:  # -0.0 equals 0.0, but is another number.
             other += f" and repr({name}) == {self._constant(repr(leaf))}"
         self._refuse_unless(same if kind in _LITERALS else f"{same} or {other}")
-        return constant, constant
+        return constant, f"{{{constant}}}"
 
     def _slot_condition(self, leaf: Any, name: str) -> str:
         """What is a slot here is one in the other call, too; where the call depends on it, it is the same number."""
@@ -316,14 +312,14 @@ class _Pattern:
         index = len(self.operands)
         if not isinstance(operand, Value):
             place = self._real(operand, name)
-            run, kind, position = f"g[{place}]", REAL, -1
+            run, kind, position = f"{{g[{place}]}}", REAL, -1
         elif operand.node is not None:
             kind, position = PENDING, self._position(operand)
             self._refuse_unless(f"type({name}) is LT and {name}._name - base == {self._constant(position)}")
-            place, run = self._capture(name), f"e[k[{index}]]"
+            place, run = self._capture(name), f"{{e[{index}]}}"
         else:
             place = self._bound(operand, name)
-            run, kind, position = f"g[{place + 1}]", BOUND, -1
+            run, kind, position = f"{{g[{place + 1}]}}", BOUND, -1
         self.operands.append((kind, place))
         self.positions.append(position)
         if index == self._same_as:
@@ -377,14 +373,24 @@ class _Pattern:
 
     def _compare_operands(self) -> None:
         """Which operands are the same object, or share a storage; of values of the program their names tell."""
-        for number, (kind, name) in enumerate(self._names):
-            for earlier, (other_kind, other) in enumerate(self._names[:number]):
-                if kind != other_kind or kind == PENDING:
-                    continue
-                mine, its = self._scan.operands[number], self._scan.operands[earlier]
-                self._refuse_unless(f"({name} is {other}) is {mine is its}")
-                if isinstance(mine, Value) and isinstance(its, Value):
-                    self._refuse_unless(f"({name}.storage is {other}.storage) is {mine.storage is its.storage}")
+        for kind in (BOUND, REAL):
+            self._compare([number for number, (each, _) in enumerate(self._names) if each == kind], kind)
+
+    def _compare(self, numbers: list[int], kind: int) -> None:
+        """Compare operands of one kind; where all of them differ, as mostly, at once."""
+        operands, names = [self._scan.operands[number] for number in numbers], [self._names[n][1] for n in numbers]
+        self._compare_things(operands, names)
+        if kind == BOUND:
+            storages = [operand.storage for operand in operands if isinstance(operand, Value)]
+            self._compare_things(storages, [f"{name}.storage" for name in names])
+
+    def _compare_things(self, things: Sequence[object], names: Sequence[str]) -> None:
+        if len(things) > 2 and len({id(thing) for thing in things}) == len(things):
+            self._refuse_unless(f"len({{{', '.join(f'id({name})' for name in names)}}}) == {len(names)}")
+            return
+        for number, thing in enumerate(things):
+            for earlier, other in enumerate(things[:number]):
+                self._refuse_unless(f"({names[number]} is {names[earlier]}) is {thing is other}")
 
 
 def is_like(tensor: torch.Tensor, prepass: PrePass, is_leaf: bool) -> bool:
@@ -400,4 +406,4 @@ def _compile(source: str) -> _Code:
         "LT": Bridge.lazy_type, "TYPES": frozenset(_TYPES), "is_like": is_like, "is_slot": is_slot,
     }  # fmt: skip
     exec(compile(source, "<koila matcher>", "exec"), names)
-    return names["match"], names["rebuild"], names["is_fresh"], names["call"]
+    return names["match"], names["rebuild"]

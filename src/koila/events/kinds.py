@@ -1,7 +1,7 @@
 """Events: what the stages tell while a program runs (Rule 6)."""
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,7 @@ class RunEnd:
     """The chunks of all phases."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepEnd:
+class StepEnd(NamedTuple):
     """Something that was asked for is there: a value that was read, or a backward pass."""
 
     decision: Any

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from koila.events.writing import ReprFn, metric_seconds, metric_value
 
@@ -115,12 +115,16 @@ _spent = _Spent()
 def spend(name: str, seconds: float) -> None:
     """Add seconds to the metric of that name, and to what the calling thread has spent under it."""
     _spent.seconds[name] += seconds
-    sample(name, seconds, metric_seconds)
+    metric = _metrics.get(name)
+    if metric is None:
+        sample(name, seconds, metric_seconds)
+    else:
+        metric._add(seconds, time.time())
 
 
-def spent_seconds(name: str) -> float:
-    """What the calling thread has spent under a name since it began; nothing resets it."""
-    return _spent.seconds[name]
+def spent_seconds() -> Mapping[str, float]:
+    """What the calling thread has spent under each name since it began, and goes on to spend; nothing resets it."""
+    return _spent.seconds
 
 
 def metrics() -> dict[str, Metric]:

@@ -31,7 +31,8 @@ from koila.ir.replay import replay_node
 from koila.ir.second_order import reached_leaves
 from koila.ir.source import user_site
 from koila.ir.tree import leaves as leaves_of
-from koila.planning.decide import Decision, decision_for
+from koila.planning.decide import Decision
+from koila.planning.in_force import decision_for
 
 
 def attached(job: Job, decision: Decision, results: Results, seeds: Seeds) -> dict[Value, torch.Tensor]:

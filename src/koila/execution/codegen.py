@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
@@ -22,6 +22,8 @@ from koila.analysis.split import Item
 from koila.execution.kernels import add_product, kernel_of
 from koila.execution.offload import fetch, offload
 from koila.ir.cache import Cache
+from koila.planning.forms import Form
+from koila.planning.given_memory import filler_of
 from koila.planning.in_place import variant_of
 from koila.planning.operation import Bound, Ref
 from koila.planning.schedule import Schedule
@@ -29,15 +31,17 @@ from koila.planning.step import Destination, Kind, Step
 from koila.planning.sub_plan import SubPlan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loop:
     """A compiled schedule."""
 
     function: Callable[..., None]
-    """(whole values, first sample, sample after the last, slots, sink, numbers) → nothing; the sink gets (index,
-    value)."""
+    """(whole values, first sample, sample after the last, slots, sink, numbers, memory in the arena) → nothing; the
+    sink gets (index, value)."""
     numbers: tuple[int | float, ...]
     """The sizes that stand in the calls."""
+    placed: tuple[tuple[int, Form], ...]
+    """The results that it writes into an arena: the offset and the layout of each."""
     wholes: tuple[Item, ...]
     """Whole items that the schedule reads; kept items stand for their buffers."""
     sinks: tuple[Item, ...]
@@ -67,14 +71,17 @@ def _code(text: str) -> CodeType:
 class _Writer:
     """Writes the function's text; objects that have no literal become its globals."""
 
-    def __init__(self, schedule: Schedule, sub_plan_code: Callable[[SubPlan], Callable[..., Any]]) -> None:
-        self.schedule, self.sub_plan_code = schedule, sub_plan_code
+    def __init__(
+        self, schedule: Schedule, sub_plan_code: Callable[[SubPlan], Callable[..., Any]], offsets: Mapping[int, int]
+    ) -> None:
+        self.schedule, self.sub_plan_code, self.offsets = schedule, sub_plan_code, offsets
+        self.placed: list[tuple[int, Form]] = []
         self.globals: dict[str, Any] = {}
         self.known: dict[int, str] = {}
         self.slots: dict[Slot, int] = {}
         self.numbers: list[int | float] = []
         self.names = {value: f"w[{value}]" for value in range(len(schedule.inputs))}
-        self.executed: Counter[str] = Counter()
+        self.counts: Counter[OpOverload] = Counter()
 
     def write(self) -> Loop:
         schedule, lines, recorded = self.schedule, list[str](), list[int | None]()
@@ -83,13 +90,15 @@ class _Writer:
             lines.append(self._statement(step))
             lines += [f"{self.names[value]} = None" for value in dying]
             recorded += [None if step.work is None else step.work.recorded] * (1 + len(dying))
-        text = "def run(w, start, stop, slots, sink, n):\n    " + "\n    ".join(lines or ["pass"]) + "\n"
+        text = "def run(w, start, stop, slots, sink, n, a):\n    " + "\n    ".join(lines or ["pass"]) + "\n"
         self.globals[_RECORDED] = recorded
         function = FunctionType(_codes.get_or_add(text, lambda: _code(text)), self.globals)
         wholes: Any = schedule.wholes
         sinks: Any = tuple(sink.key for sink in schedule.sinks)
         destinations = tuple(sink.destination for sink in schedule.sinks)
-        return Loop(function, tuple(self.numbers), wholes, sinks, destinations, tuple(self.slots), self.executed)
+        executed = Counter({str(target): number for target, number in self.counts.items()})
+        numbers, placed = tuple(self.numbers), tuple(self.placed)
+        return Loop(function, numbers, placed, wholes, sinks, destinations, tuple(self.slots), executed)
 
     def _statement(self, step: Step) -> str:
         operands = [self.names[operand] for operand in step.operands]
@@ -116,37 +125,42 @@ class _Writer:
             return f"{code}([{', '.join(slots)}], {', '.join([sink, *arguments])})"
         self._count(operation.target)
         target = kernel_of(step.work)
-        over = self.schedule.overwritten.get(step.value)
+        over, offset = self.schedule.overwritten.get(step.value), self.offsets.get(step.value)
         if over is not None:
             variant = variant_of(target)
             assert variant is not None
             target = variant.target
             arguments += [] if variant.out is None else [f"{variant.out}={self.names[over]}"]
+        elif offset is not None:
+            filler = filler_of(operation.target)
+            assert filler is not None
+            target = filler.target
+            arguments.append(f"{filler.out}=a[{len(self.placed)}]")
+            self.placed.append((offset, step.work.form))
         arguments += [f"{name}={self._literal(value, operands)}" for name, value in operation.kwargs.items()]
         return f"{self._constant(target)}({', '.join(arguments)})"
 
     def _count(self, target: Any) -> None:
         if isinstance(target, OpOverload):
-            self.executed[str(target)] += 1
+            self.counts[target] += 1
 
     def _slot(self, slot: Slot) -> int:
         return self.slots.setdefault(slot, len(self.slots))
 
     def _literal(self, value: Any, operands: list[str]) -> str:
-        if isinstance(value, Ref):
+        kind = type(value)
+        if kind is Ref:
             return operands[value.position]
-        if isinstance(value, Bound):
-            return str(value.value)
-        if isinstance(value, SlotArgument):
-            return f"slots[{self._slot(value.slot)}]"
-        if isinstance(value, (list, tuple)):
-            return "[" + ", ".join(self._literal(item, operands) for item in value) + "]"
-        if value is None or type(value) in (bool, str) or (type(value) is int and abs(value) <= _SMALL):
+        if value is None or kind is bool or kind is str or (kind is int and abs(value) <= _SMALL):
             return repr(value)
-        if type(value) in (int, float):
+        if kind is int or kind is float:
             self.numbers.append(value)
             return f"n[{len(self.numbers) - 1}]"
-        return self._constant(value)
+        if isinstance(value, (list, tuple)):
+            return "[" + ", ".join([self._literal(item, operands) for item in value]) + "]"
+        if isinstance(value, SlotArgument):
+            return f"slots[{self._slot(value.slot)}]"
+        return str(value.value) if kind is Bound else self._constant(value)
 
     def _constant(self, value: Any) -> str:
         if id(value) not in self.known:
@@ -164,6 +178,11 @@ def recorded_call(traceback: TracebackType) -> int | None:
     return found
 
 
-def compile_schedule(schedule: Schedule, sub_plan_code: Callable[[SubPlan], Callable[..., Any]]) -> Loop:
-    """The function of a schedule; `sub_plan_code` makes those of its sub-plans."""
-    return _Writer(schedule, sub_plan_code).write()
+_NOWHERE: Mapping[int, int] = {}
+
+
+def compile_schedule(
+    schedule: Schedule, sub_plan_code: Callable[[SubPlan], Callable[..., Any]], offsets: Mapping[int, int] = _NOWHERE
+) -> Loop:
+    """The function of a schedule; `sub_plan_code` makes those of its sub-plans, `offsets` are those in an arena."""
+    return _Writer(schedule, sub_plan_code, offsets).write()

@@ -39,36 +39,59 @@ def is_from_user(error: BaseException) -> bool:
     return str(frames[-1].f_globals.get("__name__", "")).split(".")[0] not in ("koila", "torch")
 
 
+Copied = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, and copies of what they were."""
+CopiedGradients = Sequence[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
+"""Tensors, their gradients, and copies of what these were."""
+
+
+def copied(tensors: Sequence[torch.Tensor]) -> Copied:
+    """What tensors are now, for `restore`."""
+    return [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+
+def restore(saved: Copied) -> None:
+    """Let tensors be what they were; their versions do not tell."""
+    for tensor, copy in saved:
+        with torch.no_grad(), preserve_version(tensor):
+            tensor.detach().copy_(copy)
+
+
+def copied_gradients(tensors: Iterable[torch.Tensor]) -> CopiedGradients:
+    """What the gradients of different tensors are now, for `restore_gradients`."""
+    return [(t, grad, None if grad is None else grad.detach().clone()) for t in tensors for grad in [t.grad]]
+
+
+def restore_gradients(saved: CopiedGradients) -> None:
+    """Let gradients be what they were."""
+    for tensor, gradient, copy in saved:
+        if gradient is not None and copy is not None:
+            with torch.no_grad():
+                gradient.copy_(copy)
+        tensor.grad = gradient
+
+
 @contextmanager
 def restored_on_error(tensors: Sequence[torch.Tensor], unless: Unless = _never) -> Iterator[None]:
     """If the body raises, the tensors are as they were."""
-    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    saved = copied(tensors)
     try:
         yield
     except BaseException as error:
-        if unless(error):
-            raise
-        for tensor, copy in saved:
-            with torch.no_grad(), preserve_version(tensor):
-                tensor.detach().copy_(copy)
+        if not unless(error):
+            restore(saved)
         raise
 
 
 @contextmanager
 def gradients_restored_on_error(tensors: Sequence[torch.Tensor], unless: Unless = _never) -> Iterator[None]:
     """If the body raises, the gradients of these leaves are as they were."""
-    targets = {id(tensor): tensor for tensor in tensors}.values()
-    saved = [(t, t.grad, None if t.grad is None else t.grad.detach().clone()) for t in targets]
+    saved = copied_gradients({id(tensor): tensor for tensor in tensors}.values())
     try:
         yield
     except BaseException as error:
-        if unless(error):
-            raise
-        for tensor, gradient, copy in saved:
-            if gradient is not None and copy is not None:
-                with torch.no_grad():
-                    gradient.copy_(copy)
-            tensor.grad = gradient
+        if not unless(error):
+            restore_gradients(saved)
         raise
 
 
@@ -86,10 +109,11 @@ def leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
+        edges = node.next_functions
+        if edges:
+            pending += [following for following, _ in edges if following is not None and following not in seen]
+        elif isinstance(variable := getattr(node, "variable", None), torch.Tensor):
             found[id(variable)] = variable
-        pending += [following for following, _ in node.next_functions if following is not None]
     return list(found.values())
 
 
@@ -170,10 +194,13 @@ def commit(
         changing: Tensors whose gradients are restored if it fails.
         can_be_repeated: Whether everything is as it was then, so that a smaller plan may try again.
     """
+    saved = copied_gradients({id(tensor): tensor for tensor in changing}.values())
     try:
-        with gradients_restored_on_error(changing, unless=is_from_user):
-            _backward_on_real(request, seeds)
+        # No `with` statement: an interrupt at its end would restore gradients whose graph is freed.
+        _backward_on_real(request, seeds)
     except BaseException as error:
+        if not is_from_user(error):
+            restore_gradients(saved)
         if is_out_of_memory(error) and not can_be_repeated:
             raise BudgetError(
                 f"memory ran out while gradients were computed or added: {str(error).splitlines()[0]}",

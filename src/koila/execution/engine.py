@@ -57,8 +57,9 @@ from koila.ir.job import Demand, Wanted
 from koila.ir.node import Node, Value
 from koila.ir.replay import ordinary_state
 from koila.ir.source import user_site
-from koila.planning.decide import Decision, any_forced, decide, decision_for
+from koila.planning.decide import Decision, decide
 from koila.planning.failures import is_out_of_memory
+from koila.planning.in_force import any_forced, decision_for, note_seconds
 
 
 def _room_for(graph: Graph) -> int:
@@ -253,8 +254,10 @@ class Engine:
         noted.follows = retain_graph is None and was_bound_last(repetition.inputs())
         mark = runs.begin()
         try:
-            request = None if retain_graph is None else lambda: request_of(lazy._held, retain_graph)
-            run_kept_small(run.decision, run.devices[0], lambda: repetition.carry_out(request))
+            if run.is_unlimited:
+                repetition.carry_out(lazy, retain_graph)
+            else:
+                run_kept_small(run.decision, run.devices[0], partial(repetition.carry_out, lazy, retain_graph))
         except BaseException as error:
             if isinstance(error, Exception) and is_out_of_memory(error):
                 note_failure(error)
@@ -341,6 +344,7 @@ class Engine:
         graph.check_fresh()
         results = run_split(decision, graph, seeds)
         noted.phase_seconds = results.phase_seconds
+        note_seconds(job, decision, sum(results.phase_seconds))
         if job.demand.roots and task.request is None:
             history_of(job).ran(guessed=decision.wanted.gradients)
         bound = attached(job, decision, results, seeds)

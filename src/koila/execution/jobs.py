@@ -27,8 +27,9 @@ from koila.ir.ambient import Context, current_context
 from koila.ir.graph import Graph, collect, connected_leaves, written_storages
 from koila.ir.job import CPU, Demand, Job, Wanted
 from koila.ir.node import HOOKS, Node, Value
-from koila.planning.decide import Decision, decision_for
+from koila.planning.decide import Decision
 from koila.planning.devices import rules_for
+from koila.planning.in_force import decision_for
 from koila.planning.whole_peak import leaf_bytes
 
 LARGE_BYTES = 128 << 20
@@ -344,10 +345,13 @@ def resolved(budget: Budget, rough: Callable[[], int], devices: Sequence[torch.d
         # What is free changes all the time: plans are made for steps of an eighth.
         step = 1 << max(0, limit.bit_length() - 4)
         limit = limit // step * step
-    allowed = None if limit is None else max(1, limit)
+    named = None if limit is None else max(1, limit)
+    is_grown = named is not None and bool(budget.held_at_entry) and devices[0].type == "cpu"
+    allowed = budget.less_growth(named) if is_grown and named is not None else named
     return replace(
-        budget, allowed_bytes=allowed, total_bytes=None, reserved_bytes=0, allowed_share=None, total_share=None
-    )
+        budget, allowed_bytes=allowed, most_bytes=None if allowed == named else named, total_bytes=None,
+        reserved_bytes=0, allowed_share=None, total_share=None,
+    )  # fmt: skip
 
 
 def _limit(budget: Budget, rough: Callable[[], int], device: torch.device) -> int | None:

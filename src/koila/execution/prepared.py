@@ -13,30 +13,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from koila import events
 from koila._budget import current_budget, is_any_named, last_closed
-from koila._torch import has_modes, is_dispatch_ordinary, saved_tensors_hooks
+from koila._torch import is_state_ordinary
 from koila._torch.dynamo import in_compiled_code
-from koila._torch.transforms import active_transform
+from koila._torch.transforms import is_watched
 from koila.capture.log import Entry, Log, held_numbers
-from koila.capture.template import BOUND, REAL
+from koila.capture.template import BOUND
 from koila.execution.commit import leaves_behind
 from koila.execution.jobs import LARGE_BYTES, Task, resolved, rough_bytes
+from koila.execution.prepared_code import Place, RunCode, Writer
 from koila.ir.ambient import Context
 from koila.ir.node import Node, Value, function_name
 from koila.ir.trie import TrieNode
-from koila.planning.decide import Decision, any_forced, num_changes
+from koila.planning.decide import Decision
 from koila.planning.eager_history import OWN_NODE
+from koila.planning.in_force import any_forced, num_changes
 from koila.planning.whole_peak import leaf_bytes
 
 MAX_RUNS = 8
 """So many demands are remembered for a program."""
-Place = tuple[int, int]
-"""An entry, and a place among what it captured."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,25 +50,19 @@ class PreparedCall:
     """Values, by number, that nobody needs after it."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class PreparedRun:
     """How a known program runs."""
 
     calls: tuple[PreparedCall, ...]
     needed: tuple[int, ...]
     """The numbers of values that are bound afterwards."""
-    places: tuple[tuple[int, int], ...]
-    """(entry, which result of the entry) of each value of the program."""
     required: frozenset[int]
     """Entries that must succeed; whoever asks for the results of another one sees its error."""
     written: tuple[Place, ...]
     """Running statistics that it writes to."""
-    bound: tuple[Place, ...]
-    """Inputs that are values."""
-    budgets: tuple[int | None, ...]
-    """The byte budgets that these were given."""
-    reals: tuple[Place, ...]
-    """All inputs, as tensors."""
+    budgets: dict[Place, int | None]
+    """Inputs that are values, and the byte budgets that these were given."""
     context: Context
     """The ambient state of all of its calls."""
     decision: Decision
@@ -79,38 +75,51 @@ class PreparedRun:
     """Where it runs."""
     num_changes: int
     """How often decisions had been changed when it was prepared."""
-    counts: Counter[str]
+    counts: events.Tally
     """What is counted when it has run."""
-
     backward_peak_bytes: int | None
     """What it and the backward pass of its scalars allocate at their peak, where that was projected."""
+    codes: list[RunCode] = field(default_factory=list)
+    """Its code, once it was written."""
 
-    @property
+    def code(self, entries: Sequence[Entry]) -> RunCode:
+        """The code for the program in these entries; written when it repeats for the first time."""
+        if not self.codes:
+            calls = [(call.entry, call.dying) for call in self.calls]
+            self.codes.append(Writer(entries, calls, self.needed, self.required, self.budgets).written())
+        return self.codes[0]
+
+    @cached_property
     def given_bytes(self) -> int | None:
         """The smallest byte budget that an input was given."""
-        return min((budget for budget in self.budgets if budget is not None), default=None)
+        return min((budget for budget in self.budgets.values() if budget is not None), default=None)
+
+    @cached_property
+    def is_unlimited(self) -> bool:
+        """Whether it was prepared for no budget at all."""
+        budget = self.decision.budget
+        return budget.is_default and budget.allowed_bytes is None and not budget.process
+
+    @cached_property
+    def _is_small(self) -> bool:
+        """Whether it is so small that no budget is looked for, unless somebody names one."""
+        return self.given_bytes is None and self.rough_bytes <= LARGE_BYTES
 
     def applies(self, entries: Sequence[Entry], is_backward: bool) -> bool:
         """Whether the program in these entries may run like this."""
-        budgets = [entries[entry].captured[place].budget for entry, place in self.bound]
-        if tuple(budgets) != self.budgets:
-            return False
-        for call in self.calls:
-            entry = entries[call.entry]
-            if not entry.template.is_fresh(entry.captured):
-                return False
-        if not self._is_within(self.given_bytes):
+        code = self.codes[0] if self.codes else self.code(entries)
+        if not code.is_fresh(entries) or not self._is_within():
             return False
         if self.decision.budget.is_default:
             scope = last_closed()  # What was recorded in a scope that is closed by now is warned of.
             return scope is None or entries[0].sequence > scope.closed
         return self._is_copied_alike(entries, self.changing(entries) if is_backward else ())
 
-    def _is_within(self, given: int | None) -> bool:
+    def _is_within(self) -> bool:
         """Whether the budget in force is the one that it was prepared for."""
-        budget = self.decision.budget
-        if given is None and self.rough_bytes <= LARGE_BYTES and not is_any_named():
-            return budget.is_default and budget.allowed_bytes is None and not budget.process
+        if self._is_small and not is_any_named():
+            return self.is_unlimited
+        budget, given = self.decision.budget, self.given_bytes
         now = resolved(current_budget([] if given is None else [given]), lambda: self.rough_bytes, self.devices)
         return now == budget and self.num_changes == num_changes()
 
@@ -118,7 +127,8 @@ class PreparedRun:
         """Whether a run must copy as much, to be taken back, as when the budget was found to be enough."""
         if self.decision.budget.allowed_bytes is None:
             return True  # Nobody counts.
-        if any(tensor.grad_fn.name() == OWN_NODE for tensor in self._made(entries)):
+        made: Iterable[Any] = self.code(entries).made(entries).values()
+        if any(tensor.grad_fn.name() == OWN_NODE for tensor in made):
             return False  # Whether that program runs again, and what it takes then, is asked every time.
         copied = 2 * leaf_bytes(self.written_tensors(entries))
         return self.copied_bytes == copied + leaf_bytes(t for t in changing if t.grad is not None)
@@ -130,17 +140,11 @@ class PreparedRun:
 
     def changing(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Tensors whose `.grad` a backward pass may change."""
-        made = self._made(entries)
-        leaves = [real for real in self._inputs_with_grad(entries) if real.is_leaf]
-        return leaves + (leaves_behind(made) if made else [])
-
-    def _made(self, entries: Sequence[Entry]) -> list[Any]:
-        """Inputs that have a history."""
-        return [real for real in self._inputs_with_grad(entries) if not real.is_leaf]
-
-    def _inputs_with_grad(self, entries: Sequence[Entry]) -> Iterable[Any]:
-        reals = (entries[entry].captured[place] for entry, place in self.reals)
-        return {id(real): real for real in reals if real.requires_grad}.values()
+        code = self.code(entries)
+        leaves, made = code.leaves(entries), code.made(entries)
+        if made:
+            leaves.update({id(leaf): leaf for leaf in leaves_behind(list(made.values()))})
+        return list(leaves.values())
 
 
 class Question:
@@ -154,15 +158,12 @@ class Question:
         self.run: PreparedRun | None = self.node.runs.get(self.key)
         """How it ran before; None if it is not prepared."""
         self._epoch = log.epoch
-        self._entries: dict[int, int] = {}
-        self._templates: list[Any] = []
-        self._budgets: dict[Place, int | None] = {}
 
     def watch(self, entries: Sequence[Entry]) -> None:
         """The program gets nodes and runs as usual: it will be told by these entries what ran."""
         self._entries = {entry.sequence: number for number, entry in enumerate(entries)}
-        self._templates = [entry.template for entry in entries]
-        places = self._inputs(range(len(entries)), {BOUND: 0})
+        self._templates: list[Any] = [entry.template for entry in entries]
+        places = self._bound(range(len(entries)))
         self._budgets = {(entry, place): entries[entry].captured[place].budget for entry, place in places}
 
     def learn(self, task: Task, decision: Decision, required: set[Node]) -> None:
@@ -190,13 +191,12 @@ class Question:
             return None
         entries = [entry for entry in order if entry is not None]
         numbers = sorted(number for number in needed if number is not None)
-        bound = tuple(self._inputs(entries, {BOUND: 0}))
         return PreparedRun(
-            self._calls(entries, set(numbers)), tuple(numbers), self._places(),
+            self._calls(entries, set(numbers)), tuple(numbers),
             frozenset(n for n, node in zip(entries, graph.nodes, strict=True) if node in required),
-            tuple(self._written(entries)), bound, tuple(self._budgets[place] for place in bound),
-            tuple(self._inputs(entries, {BOUND: 1, REAL: 0})), contexts.pop(), decision, job.copied_bytes,
-            rough_bytes(graph), job.devices, num_changes(), self._counts(entries), task.backward_peak_bytes(decision),
+            tuple(self._written(entries)), {place: self._budgets[place] for place in self._bound(entries)},
+            contexts.pop(), decision, job.copied_bytes, rough_bytes(graph), job.devices, num_changes(),
+            self._counts(entries), task.backward_peak_bytes(decision),
         )  # fmt: skip
 
     def _calls(self, entries: Sequence[int], needed: set[int]) -> tuple[PreparedCall, ...]:
@@ -214,24 +214,17 @@ class Question:
         epoch, number = value.position
         return number if epoch == self._epoch and not value.keep else None
 
-    def _places(self) -> tuple[tuple[int, int], ...]:
-        found: list[tuple[int, int]] = []
-        for entry, template in enumerate(self._templates):
-            found += [(entry, index) for index in range(len(template.makers))]
-        return tuple(found)
-
     def _written(self, entries: Sequence[int]) -> Iterable[Place]:
         for entry in entries:
             template = self._templates[entry]
             yield from ((entry, template.operands[index][1]) for index in template.inference.hidden_writes)
 
-    def _inputs(self, entries: Sequence[int], offsets: dict[int, int]) -> Iterable[Place]:
+    def _bound(self, entries: Sequence[int]) -> Iterable[Place]:
+        """Inputs that are values."""
         for entry in entries:
-            for kind, place in self._templates[entry].operands:
-                if kind in offsets:
-                    yield entry, place + offsets[kind]
+            yield from ((entry, place) for kind, place in self._templates[entry].operands if kind == BOUND)
 
-    def _counts(self, entries: Sequence[int]) -> Counter[str]:
+    def _counts(self, entries: Sequence[int]) -> events.Tally:
         made = Counter("executed::" + function_name(self._templates[entry].func) for entry in entries)
         recorded = Counter("lazy::" + function_name(template.func) for template in self._templates)
         others = {
@@ -241,15 +234,13 @@ class Question:
             "prepared runs": 1,
             "trie::hit": len(self._templates),
         }
-        return made + recorded + Counter(others)
+        return events.Tally(made + recorded + Counter(others))
 
 
 def question_of(log: Log, lazy: Any, backward: bool) -> Question | None:
     """What is asked of the program in a log; None if it must be looked at in any case."""
-    if lazy._log is not log or not log.is_whole or any_forced():
+    if not log.entries or lazy._log is not log or not log.is_whole or any_forced():
         return None
-    if active_transform() is not None or saved_tensors_hooks(True) is not None or in_compiled_code():
-        return None
-    if torch.is_inference_mode_enabled() or has_modes() or not is_dispatch_ordinary():
+    if is_watched() or in_compiled_code() or not is_state_ordinary():
         return None
     return Question(log, lazy, backward)

@@ -6,8 +6,10 @@ ran out, and what a run may have where nobody named a budget.
 The heap of the C library is fast, but has holes: it may be half as large again as what is alive. A run uses it where
 that fits, else large blocks come from the system. So they do in the first run under a limit: it leaves things behind
 that stay (primitives of oneDNN, code, counters), and if they lay between the large blocks of a heap, it could never
-shrink again. If memory runs out in the heap all the same, the decision runs without it from now on, unless the heap has
-what the system lacks: what lies free below a block that stays cannot be returned, it can only be used.
+shrink again. How large a block must be to come from the system depends on the room that the run leaves: new pages are
+slow, and the holes of smaller blocks are smaller. If memory runs out in the heap all the same, the decision runs
+without it from now on, unless the heap has what the system lacks: what lies free below a block that stays cannot be
+returned, it can only be used.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from weakref import WeakSet
 import torch
 
 from koila._free import growth_bytes, less_margin
-from koila._malloc import held_back_bytes, large_blocks_from_system, return_freed
+from koila._malloc import (
+    LARGE_BLOCK_BYTES,
+    LARGEST_BLOCK_BYTES,
+    held_back_bytes,
+    large_blocks_from_system,
+    return_freed,
+)
 from koila.ir.cache import Cache
 from koila.planning.decide import Decision
 
@@ -28,6 +36,8 @@ HEAP_SHARE = 4 / 3
 LARGEST_HEAP_SHARE = 2.5
 """How much larger it may become: blocks of 16 MiB that change places made a heap of 250 MiB around 120 that are alive
 in some runs of a loop of `./scripts/bench process`."""
+NUM_HOLES = 24
+"""The holes that a heap of equal blocks may have: six scripts left 10 to 14 times the largest block that it took."""
 SMALL_BYTES = 8 << 20
 """Runs that need less than this are not looked at: no heap grows large by them."""
 _have_run: WeakSet[Decision] = WeakSet()
@@ -65,9 +75,17 @@ def _has_system_room(decision: Decision) -> bool:
 
 @contextmanager
 def _from_system(decision: Decision) -> Iterator[None]:
-    with large_blocks_from_system():
+    with large_blocks_from_system(_block_bytes(decision)):
         yield
     _have_run.add(decision)
+
+
+def _block_bytes(decision: Decision) -> int:
+    """From which size on blocks come from the system: the holes of smaller ones must fit beside what is alive."""
+    if decision.budget.process or decision.projection is None or decision in _not_in_heap:
+        return LARGE_BLOCK_BYTES
+    left = growth_bytes() - decision.projection.peak_bytes
+    return min(max(left // NUM_HOLES, LARGE_BLOCK_BYTES), LARGEST_BLOCK_BYTES)
 
 
 def try_without_heap(decision: Decision) -> bool:

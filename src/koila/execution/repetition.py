@@ -7,146 +7,145 @@ gradients committed. An error leaves the entries in the log, so that they are pe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from koila import events
-from koila._scopes import Mark
-from koila.capture.gradients import BackwardRequest
 from koila.capture.log import Entry, Log
-from koila.capture.template import PENDING, Template
-from koila.execution.commit import Binding, commit, gradients_restored_on_error, is_from_user, restored_on_error
+from koila.execution.commit import Binding, copied, copied_gradients, is_from_user, restore, restore_gradients
 from koila.execution.prepared import PreparedRun, Question
+from koila.execution.prepared_code import Result
 from koila.execution.steps import remember
 from koila.ir.ambient import current_context
-from koila.ir.draws import Supply
 from koila.ir.node import Node, Storage, Value, function_name
-from koila.ir.prepass import Output, PrePass
+from koila.ir.prepass import PrePass
 from koila.ir.source import Site
-from koila.ir.tree import leaves
 from koila.planning.failures import is_out_of_memory
+
+LOST = object()
+"""Stands for the results of a call that failed and was not required: calls on it fail, too."""
 
 
 class Repetition:
-    """A prepared run on its way."""
+    """A prepared run on its way, of which it is known that it applies."""
 
     def __init__(self, run: PreparedRun, log: Log) -> None:
-        self.run, self._log, self._given = run, log, run.given_bytes
-        self._entries = log.entries
-        self._written = run.written_tensors(log.entries) if run.written else []
-        self._storages: dict[int, Storage] = {}
+        self.run, self._log, self._entries = run, log, log.entries
+        (self._code,) = run.codes
+        self._failed: set[int] = set()
+        """Entries whose calls failed and were not required."""
         self._has_nodes = False
         self._binding: Binding | None = None
 
     def inputs(self) -> Iterator[Value]:
         """Inputs that are values."""
-        return (self._entries[entry].captured[place] for entry, place in self.run.bound)
+        return (self._entries[entry].captured[place] for entry, place in self.run.budgets)
 
-    def carry_out(self, request_of: Callable[[], BackwardRequest] | None) -> None:
-        """Make the calls and bind the results, then do a backward pass if one is requested; an error undoes all."""
-        changing = [] if request_of is None else self.run.changing(self._entries)
+    def carry_out(self, lazy: Any, retain_graph: bool | None) -> None:
+        """Make the calls and bind the results; then, unless `retain_graph` is None, do a backward pass from a result.
+
+        An error undoes all of it, unless a hook of the user's raised it in the backward pass.
+        """
+        run, entries, log = self.run, self._entries, self._log
+        buffers = copied(run.written_tensors(entries)) if run.written else ()
+        gradients = () if retain_graph is None else copied_gradients(run.changing(entries))
+        is_bound = False
         try:
-            # One statement: an interrupt between the ends of two would leave one part done and the other taken back.
-            with restored_on_error(self._written, is_from_user), gradients_restored_on_error(changing, is_from_user):
-                self._carry_out(request_of)
+            with log.lock:  # Another thread that reads a result waits for it.
+                tensors = self._make_calls()
+                remember(self._bind_nodes(tensors) if self._failed else self._bind(tensors))
+                log.take()
+            is_bound = True
+            if retain_graph is not None:
+                torch.autograd.backward(lazy._held.real, None, retain_graph)
         except BaseException as error:
-            if not is_from_user(error):
+            if not (is_bound and is_from_user(error)):
+                restore(buffers)
+                restore_gradients(gradients)
                 self._take_back()
             raise
 
-    def _carry_out(self, request_of: Callable[[], BackwardRequest] | None) -> None:
-        with self._log.lock:  # Another thread that reads a result waits for it.
-            if not self._written:
-                tensors, failed = self._make_calls()
-            else:
-                with restored_on_error(self._written):
-                    tensors, failed = self._make_calls()
-            remember(self._bind_nodes(tensors, failed) if failed else self._bind_all(tensors))
-            self._log.take()
-        if request_of is not None:
-            commit(request_of(), (None,), (), can_be_repeated=True)
+    def _make_calls(self) -> tuple[Any, ...]:
+        context = self.run.context
+        try:
+            if not context.nested and context is current_context():
+                return self._code.make_calls(self._entries, self._lost)
+            with context.enter_region(), context.enter():
+                return self._code.make_calls(self._entries, self._lost)
+        except Exception as error:
+            failed = self._code.failed_entry(error.__traceback__)
+            if failed is not None:
+                self._note_place(self._entries[failed], error)
+            raise
 
-    def _make_calls(self) -> tuple[list[Any], set[int]]:
-        if not self.run.context.nested and self.run.context is current_context():
-            return _make_calls(self.run, self._entries)
-        with self.run.context.enter_region(), self.run.context.enter():
-            return _make_calls(self.run, self._entries)
-
-    def _bind_all(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
-        return [self._bind(number, tensors[number]) for number in self.run.needed]
-
-    def _bind(self, number: int, real: torch.Tensor) -> Value:
-        _, wrapper, output = self._result(number)
-        is_base = output.shares is None and output.shares_output is None
-        prepass: PrePass = wrapper._prepass
-        if prepass.requires_grad is not real.requires_grad:  # A write has changed it.
-            prepass = prepass.with_grad(real.requires_grad)
-        value = Value(prepass, self._own(number) if is_base else self._storage(number), None, 0)
-        value.real, value.budget, value.is_base = real, self._given, is_base
-        if real.requires_grad and real.numel() == 1:
-            value.backward_peak_bytes = self.run.backward_peak_bytes
-        if not is_base:
-            value.is_view, value.family = output.is_view, self._family(number)
-        value.holders = (weakref.ref(wrapper),)
-        wrapper._held = value
-        return value
-
-    def _result(self, number: int) -> tuple[Entry, Any, Output]:
-        place, index = self.run.places[number]
+    def _lost(self, place: int, error: Exception) -> Any:
+        """A call has failed that nobody required: whoever asks for its value will see the error."""
         entry = self._entries[place]
-        return entry, entry.results[index], entry.template.inference.outputs[index]
+        if is_out_of_memory(error):
+            self._note_place(entry, error)
+            raise error
+        self._failed.add(place)
+        # Rule 6: until then it is counted.
+        events.count(f"pending::failed::{type(error).__name__.lstrip('_')}", site=Site(entry.code, entry.offset))
+        return LOST
 
-    def _shared(self, number: int) -> Value | torch.Tensor | int | None:
-        """In whose memory a value lies: an input's, or another value's by number; None if it has its own."""
-        entry, _, output = self._result(number)
-        if output.shares_output is not None:
-            return int(entry.template.first) + output.shares_output
-        if output.shares is None:
-            return None
-        kind, place = entry.template.operands[output.shares]
-        if kind == PENDING:
-            return int(entry.template.positions[output.shares])
-        found: Value | torch.Tensor = entry.captured[place]
+    def _note_place(self, entry: Entry, error: Exception) -> None:
+        error.add_note(f"{function_name(entry.template.func)} was recorded at {Site(entry.code, entry.offset)}")
+
+    def _bind(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
+        entries, run = self._entries, self.run
+        given, peak = run.given_bytes, run.backward_peak_bytes
+        storages: dict[int, Storage] = {}
+        found: list[Value] = []
+        for result, real in zip(self._code.results, tensors, strict=True):
+            wrapper = entries[result.entry].results[result.index]
+            prepass: PrePass = wrapper._prepass
+            if prepass.requires_grad is not real.requires_grad:  # A write has changed it.
+                prepass = prepass.with_grad(real.requires_grad)
+            storage = Storage(real=True) if result.is_alone else self._storage(result, storages)
+            value = Value(prepass, storage, None, 0)
+            value.real, value.budget, value.is_base = real, given, result.is_base
+            if peak is not None and real.requires_grad and real.numel() == 1:
+                value.backward_peak_bytes = peak
+            if not result.is_base:
+                value.is_view, value.family = result.is_view, self._family(result)
+            value.holders = (weakref.ref(wrapper),)
+            wrapper._held = value
+            found.append(value)
         return found
 
-    def _storage(self, number: int) -> Storage:
+    def _storage(self, result: Result, storages: dict[int, Storage]) -> Storage:
         """What values that share memory have in common."""
-        shared = self._shared(number)
-        while isinstance(shared, int):
-            number, shared = shared, self._shared(shared)
-        if shared is None:
-            return self._own(number)
-        found = self._log.storage_of(shared, register=True)
+        if result.shared is None:
+            return storages.setdefault(result.root, Storage(real=True))
+        entry, place = result.shared
+        found = self._log.storage_of(self._entries[entry].captured[place], register=True)
         assert found is not None
         return found
 
-    def _own(self, number: int) -> Storage:
-        return self._storages.setdefault(number, Storage(real=True))
-
-    def _family(self, number: int) -> int:
-        """Which values of the same memory are views of one another; see `Value.family`."""
-        shared: Value | torch.Tensor | int | None = number
-        while isinstance(shared, int):
-            entry, _, output = self._result(shared)
-            following = self._shared(shared)
-            if following is not None and not output.is_view:
-                return entry.sequence
-            shared = following
+    def _family(self, result: Result) -> int:
+        if isinstance(result.family, int):
+            return self._entries[result.family].sequence
+        if result.family is None:
+            return 0
+        entry, place = result.family
+        shared = self._entries[entry].captured[place]
         return shared.family if isinstance(shared, Value) else 0
 
-    def _bind_nodes(self, tensors: Sequence[Any], failed: set[int]) -> list[Value]:
+    def _bind_nodes(self, tensors: Sequence[Any]) -> list[Value]:
         """Some calls have failed that nobody required: they stay pending, so all of them get nodes."""
         entries = self._entries = list(self._entries)
         self._log.flush()
         self._has_nodes = True
         nodes: dict[int, Node] = {node.sequence: node for ref in self._log.tape if (node := ref()) is not None}
-        made = (entries[call.entry].sequence for call in self.run.calls if call.entry not in failed)
+        made = (entries[call.entry].sequence for call in self.run.calls if call.entry not in self._failed)
         done = [nodes[sequence] for sequence in made if sequence in nodes]
-        bound = ((number, self._result(number)[1]._held) for number in self.run.needed)
-        results: dict[Value, torch.Tensor] = {v: tensors[n] for n, v in bound if tensors[n] is not None}
-        self._binding = Binding(done, results, self._given)
+        values = (entries[result.entry].results[result.index]._held for result in self._code.results)
+        bound = zip(values, tensors, strict=True)
+        results: dict[Value, torch.Tensor] = {value: real for value, real in bound if real is not LOST}
+        self._binding = Binding(done, results, self.run.given_bytes)
         self._binding.apply()
         return list(results)
 
@@ -155,8 +154,8 @@ class Repetition:
         if self._binding is not None:
             self._binding.undo()
         if not self._has_nodes:
-            for number in self.run.needed:
-                self._result(number)[1]._held = None
+            for result in self._code.results:
+                self._entries[result.entry].results[result.index]._held = None
             self._log.put_back(self._entries)
 
 
@@ -167,44 +166,3 @@ def repetition_of(question: Question, log: Log) -> Repetition | None:
         return Repetition(run, log)
     question.watch(log.entries)
     return None
-
-
-def _make_calls(run: PreparedRun, entries: Sequence[Entry]) -> tuple[list[Any], set[int]]:
-    """The tensors that are needed, by number, and the entries of calls that failed and were not required."""
-    tensors: list[Any] = [None] * len(run.places)
-    failed: set[int] = set()
-    for call in run.calls:
-        entry = entries[call.entry]
-        try:
-            result = _make_call(entry.template, entry, tensors)
-        except Exception as error:
-            name, site = function_name(entry.template.func), Site(entry.code, entry.offset)
-            if call.entry in run.required or is_out_of_memory(error):
-                error.add_note(f"{name} was recorded at {site}")
-                raise
-            failed.add(call.entry)
-            # Whoever asks for its value will see the error (Rule 6: until then it is counted).
-            events.count(f"pending::failed::{type(error).__name__.lstrip('_')}", site=site)
-        else:
-            _assign(entry.template, result, tensors)
-            del result
-        for number in call.dying:
-            tensors[number] = None
-    return tensors, failed
-
-
-def _make_call(template: Template, entry: Entry, tensors: list[Any]) -> Any:
-    if not entry.draws:
-        return template.call(template.func, template.constants, template.positions, entry.captured, tensors)
-    mark = Mark()
-    with Supply([draw.replayed() for draw in entry.draws], mark):
-        return template.call(template.func, template.constants, template.positions, entry.captured, tensors)
-
-
-def _assign(template: Template, result: Any, tensors: list[Any]) -> None:
-    """Put a call's results under their numbers; an operand that it returns itself has one already, None has none."""
-    if template.kind is not None:
-        found = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
-        tensors[template.first : template.first + len(found)] = found
-    elif template.makers:
-        tensors[template.first] = result

@@ -17,6 +17,7 @@ from koila import events
 from koila.analysis.marks import Slot, slot_values
 from koila.analysis.split import Facts, Item
 from koila.analysis.types import Merged, Sliced, store_chunk
+from koila.execution.arena_memory import ArenaMemory
 from koila.execution.codegen import Loop, compile_schedule
 from koila.execution.offload import Files, Pieces, empty_in_file
 from koila.execution.pieces import Held
@@ -26,6 +27,7 @@ from koila.ir.graph import Graph
 from koila.planning.forms import Form
 from koila.planning.peak import Projection
 from koila.planning.phases import is_joint, key_of
+from koila.planning.placement import Arena, switch
 from koila.planning.plan import Plan, stream_source
 from koila.planning.schedule import Schedule
 from koila.planning.step import Destination
@@ -49,13 +51,15 @@ class CompiledPlan:
         self.projection: Projection | None = None
         self.files = Files()
         """Where values wait that its runs offload."""
-        self._loops: dict[Schedule, Loop] = {}
+        self._loops: dict[tuple[Schedule, bool], Loop] = {}
 
-    def code(self, schedule: Schedule) -> Loop:
+    def code(self, schedule: Schedule, arena: Arena | None) -> Loop:
         """The function of a section or of a loop."""
-        found = self._loops.get(schedule)
+        key = (schedule, arena is not None)
+        found = self._loops.get(key)
         if found is None:
-            found = self._loops[schedule] = compile_schedule(schedule, SubPlanCode)
+            offsets = {} if arena is None else arena.placements[schedule].offsets
+            found = self._loops[key] = compile_schedule(schedule, SubPlanCode, offsets)
         return found
 
 
@@ -70,6 +74,8 @@ class _Run:
         self.values: dict[Item, Any] = {}
         """Whole values, kept buffers, finished merges."""
         self.accumulators: dict[Item, Any] = {}
+        self.arena = self.plan.arena if switch() != "off" else None
+        self.memory = None if self.arena is None else ArenaMemory(self.arena.num_bytes)
         self.phase_seconds: list[float] = []
         self.streamed: Item | None = None
         """The item whose chunks are handed out instead of stored."""
@@ -102,7 +108,7 @@ class _Run:
 
     def _section(self, schedule: Schedule, number: int) -> None:
         """Run Whole items, before a phase or after the last one."""
-        code = self.compiled.code(schedule)
+        code = self.compiled.code(schedule, self.arena)
         wholes = [self._whole(item) for item in code.wholes]
         for item in self.plan.frees[2 * number]:
             self.values.pop(item, None)
@@ -110,7 +116,9 @@ class _Run:
 
     def _call(self, code: Loop, wholes: list[Any], start: int, stop: int) -> None:
         """Run a schedule; the list is its own, it lets go of each value after its last use."""
-        code.function(wholes, start, stop, self.floats(code.slots), _Sink(self, code, start, stop), code.numbers)
+        placed = () if self.memory is None else self.memory.of(code)
+        sink = _Sink(self, code, start, stop)
+        code.function(wholes, start, stop, self.floats(code.slots), sink, code.numbers, placed)
         for name, times in code.executed.items():
             events.count(f"executed::{name}", times)
         events.count("nodes_executed", sum(code.executed.values()))
@@ -137,7 +145,7 @@ class _Run:
         self._section(phase.before, number)
         ending = self.plan.frees[2 * number + 1]
         for index, (start, stop) in enumerate(phase.chunks):
-            code = self.compiled.code(phase.loops[stop - start])
+            code = self.compiled.code(phase.loops[stop - start], self.arena)
             self._call(code, [self._whole(item) for item in code.wholes], start, stop)
             for found in (self.values.get(item) for item in ending):
                 if isinstance(found, Held):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,8 @@ from koila._scopes import Scopes
 from koila.execution.device_counters import DeviceCounters
 from koila.ir.node import Value
 from koila.planning.calibration import correct
-from koila.planning.decide import Decision, forget_decisions
+from koila.planning.decide import Decision
+from koila.planning.in_force import forget_decisions
 from koila.planning.tracker import WorkspaceTracker
 
 
@@ -37,7 +38,8 @@ class Step:
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
-        self.traced, self.planned = events.spent_seconds("trace_seconds"), events.spent_seconds("plan_seconds")
+        self._spent = spent = events.spent_seconds()
+        self.traced, self.planned = spent["trace_seconds"], spent["plan_seconds"]
 
     def tries(self, decision: Decision) -> None:
         """A decision is tried."""
@@ -45,61 +47,77 @@ class Step:
         if decision.fallback is not None:
             self.fallbacks = (*self.fallbacks, decision.fallback)
 
-    def end(self, measured_bytes: int | None, scopes: tuple[Any, ...]) -> events.StepEnd:
+    def end(self, seconds: float, measured_bytes: int | None, scopes: tuple[Any, ...]) -> events.StepEnd:
         """What was noted."""
+        spent = self._spent
         return events.StepEnd(
-            self.decision, time.perf_counter() - self.started, events.spent_seconds("trace_seconds") - self.traced,
-            events.spent_seconds("plan_seconds") - self.planned, self.phase_seconds, measured_bytes,
-            self.num_failures, self.fallbacks, self.num_calls, self.continues, self.follows, scopes,
+            self.decision, seconds, spent["trace_seconds"] - self.traced, spent["plan_seconds"] - self.planned,
+            self.phase_seconds, measured_bytes, self.num_failures, self.fallbacks, self.num_calls, self.continues,
+            self.follows, scopes,
         )  # fmt: skip
 
 
-class _Last(threading.local):
+def _no_step() -> None:
+    return None
+
+
+class _Thread(threading.local):
     def __init__(self) -> None:
-        self.values: list[weakref.ref[Value]] = []
-        """The values that the last step of this thread bound."""
+        self.step: Callable[[], Step | None] = _no_step
+        """The step that goes on. A weak reference: an interrupt may come before the line that ends it, and then it has
+        ended when nobody holds it any more."""
+        self.bound: list[weakref.ref[Value]] = []
+        """The values that the last step bound."""
 
 
-_last = _Last()
-_steps = Scopes[Step]("steps")
+_thread = _Thread()
 _measures = Scopes[Any]("measures")
 
 
 class step:
     """A scope for one step; a step within a step (a hook that forces a value) is part of it."""
 
+    _tracker: WorkspaceTracker | None = None
+    _counters: DeviceCounters | None = None
+
     def __enter__(self) -> Step:
-        self._outer = _steps.innermost
-        if self._outer is not None:
-            return self._outer
-        self._scopes = _measures.all
-        self._step = Step()
-        self._tracker = WorkspaceTracker() if self._scopes else None
-        self._counters = DeviceCounters() if self._scopes else None
-        self._mark = _steps.enter(self._step)
+        self._outer = outer = _thread.step()
+        if outer is not None:
+            return outer
+        self._scopes = scopes = _measures.all
+        self._step = found = Step()
+        if scopes:
+            self._tracker, self._counters = WorkspaceTracker(), DeviceCounters()
+        _thread.step = weakref.ref(found)
         if self._tracker is not None:
             self._tracker.__enter__()
-        return self._step
+        return found
 
     def __exit__(self, *error: Any) -> None:
         if self._outer is not None:
             return
         if self._tracker is not None:
             self._tracker.__exit__(*error)
-        _steps.leave(self._mark)
+        _thread.step = _no_step
         if not self._step.is_empty:
-            events.spend("run_seconds", time.perf_counter() - self._step.started)
-            on_devices = 0 if self._counters is None else self._counters.peak_bytes()
-            measured = on_devices or (None if self._tracker is None else self._tracker.peak_bytes)
-            _learn(self._step, measured)
-            events.emit(self._step.end(measured, self._scopes))
+            seconds, measured = time.perf_counter() - self._step.started, None
+            events.spend("run_seconds", seconds)
+            if self._tracker is not None and self._counters is not None:
+                measured = self._counters.peak_bytes() or self._tracker.peak_bytes
+                _learn(self._step, measured)
+            events.emit(self._step.end(seconds, measured, self._scopes))
 
 
 def memory_ran_out() -> None:
     """Memory ran out in the step that goes on."""
-    found = _steps.innermost
+    found = _thread.step()
     if found is not None:
         found.num_failures += 1
+
+
+def is_measuring() -> bool:
+    """Whether somebody measures the memory of runs."""
+    return bool(_measures.open())
 
 
 @contextmanager
@@ -111,19 +129,19 @@ def measuring(scope: Any) -> Iterator[None]:
 
 def remember(values: Iterable[Value]) -> None:
     """These values were bound by the step that goes on."""
-    _last.values = [weakref.ref(value) for value in values]
+    _thread.bound = [weakref.ref(value) for value in values]
 
 
 def was_bound_last(values: Iterable[Value]) -> bool:
     """Whether one of the values was bound by the step before."""
-    bound = [value for reference in _last.values if (value := reference()) is not None]
+    bound = [value for reference in _thread.bound if (value := reference()) is not None]
     return bool(bound) and not set(bound).isdisjoint(values)
 
 
-def _learn(step: Step, measured_bytes: int | None) -> None:
+def _learn(step: Step, measured_bytes: int) -> None:
     """A peak above the projection corrects the next plan, unless plans are frozen."""
     decision = step.decision
-    if decision is None or decision.how != "split" or measured_bytes is None or decision.projected_bytes is None:
+    if decision is None or decision.how != "split" or decision.projected_bytes is None:
         return
     if measured_bytes > decision.projected_bytes:
         events.count("projection::too low")

@@ -93,11 +93,9 @@ def _leave_region() -> None:
         torch.clear_autocast_cache()
 
 
-def _in_region() -> bool:
-    torch.autocast_increment_nesting()
-    return bool(torch.autocast_decrement_nesting() > 0)
-
-
+_is_grad_enabled, _is_inference_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_increment_nesting, _decrement_nesting = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+_default_dtype, _is_anomaly_enabled = torch.get_default_dtype, torch.is_anomaly_enabled
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "privateuseone")
 
 
@@ -135,11 +133,12 @@ _last: tuple[tuple[Any, ...], Context] | None = None
 
 
 def current_context() -> Context:
-    """The ambient state now; equal states are the same object."""
+    """The ambient state now; equal states are the same object. Every recorded call and every run asks."""
     global _last
     state = (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _in_region(), torch.get_default_dtype(),
-        torch.is_anomaly_enabled(), read_switches(), _stream(),
+        _is_grad_enabled(), _is_inference_enabled(), _increment_nesting() and _decrement_nesting() > 0,
+        _default_dtype(), _is_anomaly_enabled(), read_switches(),
+        torch.accelerator.current_stream() if _has_accelerator else None,
     )  # fmt: skip
     if is_any_autocast_enabled():
         return _context(state, _autocast())

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from enum import Enum, auto
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -29,6 +31,7 @@ from koila._torch import (
     is_collective,
     negative_view,
     ordinary_dispatch,
+    saved_tensors_hooks,
     schema_of,
     storage_key,
     write_count,
@@ -38,11 +41,11 @@ from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
 from koila.ir.dropout import dropout_of
 from koila.ir.dtypes import is_refused
-from koila.ir.meta_kernels import known_result
+from koila.ir.meta_kernels import is_slow, known_result
 from koila.ir.node import Value, function_name
 from koila.ir.owned import OwnedCall
 from koila.ir.prepass import QUANTISED, Draw, Inference, Output, PrePass, prepass_of, with_bits
-from koila.ir.real_layouts import with_real_layout
+from koila.ir.real_layouts import is_laid_out_otherwise, with_real_layout
 from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
@@ -98,9 +101,12 @@ class _Watch(RunMode):
         """Storages written although the schema does not say so."""
         self.writes: set[int] = set()
         """Storages written as the schema says; not every such operator counts up the version."""
+        self.is_plain = self.is_bare = True
+        """Whether nothing about the operators had to be watched, and whether PyTorch answers fast for all of them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.is_plain, self.is_bare = self.is_plain and _is_plain(func), self.is_bare and not is_slow(func)
         if is_refused(func, args, kwargs):
             raise _NeedsData("a mixture of dtypes that eager refuses")
         if func in _REFUSED_NUMBERS and _REFUSED_NUMBERS[func](*args, **kwargs):
@@ -137,6 +143,22 @@ class _Watch(RunMode):
     def _is_attention(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether it is attention inside of a function that shows neither its seed nor its mask."""
         return func in OPERATORS and func not in self.called and is_known(func, args, kwargs)
+
+
+@cache
+def _is_plain(func: OpOverload) -> bool:
+    """Whether an operator only computes or draws: it writes nothing, and what meta tensors tell of it is right."""
+    if schema_of(func).is_mutable or func in SILENT_NORMS:
+        return False
+    return func not in _REFUSED_NUMBERS and not is_laid_out_otherwise(func)
+
+
+class _Quick(RunMode):
+    """Answers for PyTorch's kernels for meta tensors where these are slow."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = known_result(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if known is None else known
 
 
 def _makes_real_tensors(args: Any, kwargs: Any) -> bool:
@@ -229,6 +251,19 @@ def _operand_fake(operand: Value | torch.Tensor, device: torch.device | None) ->
         return _fake(prepass, is_leaf, device or prepass.device)
 
 
+def _swap(
+    fakes: dict[int, torch.Tensor], operands: Sequence[Value | torch.Tensor], on_meta: bool
+) -> Callable[[Any], Any]:
+    """What stands for each argument: fake tensors for operands, and the meta device for the one that these are on."""
+    real = {(each.prepass if isinstance(each, Value) else each).device for each in operands} if on_meta else set()
+
+    def swap(leaf: Any) -> Any:
+        found = fakes.get(id(leaf), leaf)
+        return META if isinstance(found, torch.device) and found in real else found
+
+    return swap
+
+
 META = torch.device("meta")
 SLOW_ON_META = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """Functions that are one operator on the CPU and one for every position on meta tensors."""
@@ -242,6 +277,12 @@ def infer(
 
     On meta tensors the same is many times faster, but not always the same: kernels are chosen by the device.
     """
+    return _watched(func, args, kwargs, operands, _Watch(on_meta, func))
+
+
+def _watched(
+    func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor], watch: _Watch
+) -> Inference:
     if func in WRONG_FAKES:
         return Inference(None, (), forced="its fake kernel gives another shape than the real one")
     if is_collective(func.owner if isinstance(func, OwnedCall) else func):
@@ -249,11 +290,12 @@ def infer(
         return _unseen("other processes take part in it", len(operands))
     if func in ELEMENT_BY_ELEMENT:
         return _unseen("a function of the user's is called for each element", len(operands))
-    mode, watch = nullcontext() if on_meta else FakeTensorMode(allow_non_fake_inputs=True), _Watch(on_meta, func)
+    mode = nullcontext() if watch.on_meta else FakeTensorMode(allow_non_fake_inputs=True)
+    device = META if watch.on_meta else None
     try:
         with ordinary_dispatch(), mode:
-            fakes = {id(operand): _operand_fake(operand, META if on_meta else None) for operand in operands}
-            swap = lambda leaf: fakes.get(id(leaf), leaf)  # noqa: E731
+            fakes = {id(operand): _operand_fake(operand, device) for operand in operands}
+            swap = _swap(fakes, operands, watch.on_meta)
             fake_args, fake_kwargs = map_leaves(args, swap), map_leaves(kwargs, swap)
             before = {key: _state(fake) for key, fake in fakes.items()}
             places = [(fake, _memory(fake), _layout(fake)) for fake in (fakes[id(operand)] for operand in operands)]
@@ -268,7 +310,7 @@ def infer(
         ]
         if any(_memory(fake) != memory for fake, memory, _ in places):
             raise _NeedsData("the memory of an operand is replaced")
-        inference = _describe(result, ordered, written, watch, func in HIDDEN_WRITERS)
+        inference = _describe(result, ordered, written, func in HIDDEN_WRITERS, watch.hidden_writes, watch.draws)
         if any(o.prepass.requires_grad for o in inference.outputs) and not any(fake.requires_grad for fake in ordered):
             raise _NeedsData("gradients of tensors that are not among its arguments")
         moved = tuple(index for index, (fake, _, layout) in enumerate(places) if _layout(fake) != layout)
@@ -307,8 +349,9 @@ def _only_asks(func: Any, answer: Any) -> bool:
 
 
 def _describe(
-    result: Any, fakes: list[torch.Tensor], written: list[bool], watch: _Watch, hides_writes: bool
-) -> Inference:
+    result: Any, fakes: list[torch.Tensor], written: list[bool], hides_writes: bool = False,
+    hidden_writes: Sequence[int] = (), draws: Sequence[Draw] = (),
+) -> Inference:  # fmt: skip
     outputs: list[Output] = []
     storages = {_storage_id(fake): index for index, fake in reversed(list(enumerate(fakes)))}
     earlier: dict[int, int] = {}
@@ -328,11 +371,11 @@ def _describe(
         return output
 
     structure = map_leaves(result, describe)
-    seen = [index for index, fake in enumerate(fakes) if _storage_id(fake) in watch.hidden_writes]
+    seen = [index for index, fake in enumerate(fakes) if _storage_id(fake) in hidden_writes]
     hidden = tuple(index for index in range(len(fakes)) if index in seen or (hides_writes and written[index]))
     writes = tuple(index for index in range(len(fakes)) if written[index] or index in hidden)
     grads = tuple(fakes[index].requires_grad for index in writes)
-    return Inference(structure, tuple(outputs), writes, grads, hidden, draws=tuple(watch.draws))
+    return Inference(structure, tuple(outputs), writes, grads, hidden, draws=tuple(draws))
 
 
 def compute_shape(key: Any, infer_now: Callable[[], Inference]) -> Inference:
@@ -343,8 +386,20 @@ def compute_shape(key: Any, infer_now: Callable[[], Inference]) -> Inference:
 # Other sizes of a call that is known.
 
 
-_alike: Cache[bool] = Cache("call_cache", 4096)
-"""By call without its sizes, whether meta tensors told the same about it as fake ones."""
+class _Truth(Enum):
+    """What meta tensors told about a call."""
+
+    OTHER = auto()
+    """Something else than fake tensors did."""
+    SAME = auto()
+    PLAIN = auto()
+    """The same, and nothing had to be watched."""
+    BARE = auto()
+    """The same, nothing had to be watched, and PyTorch answers fast."""
+
+
+_told: Cache[_Truth] = Cache("call_cache", 4096)
+"""By call without its sizes, what meta tensors told about it at the first."""
 
 
 def infer_call(
@@ -363,16 +418,55 @@ def infer_call(
     if structure is None or len(devices) != 1 or isinstance(func, OwnedCall) or function_name(func) in SLOW_ON_META:
         return infer(func, args, kwargs, operands)
     device = devices.pop()
-    alike = _alike.get(structure)
-    if alike:
+    truth = _told.get(structure)
+    if truth in (_Truth.PLAIN, _Truth.BARE):
+        unwatched = _unwatched(func, args, kwargs, operands, truth is _Truth.BARE)
+        if unwatched is not None:
+            return _on_device(unwatched, device)
+    if truth not in (None, _Truth.OTHER):
         found = infer(func, args, kwargs, operands, on_meta=True)
         if found.forced is None:
             return _on_device(found, device)
     found = infer(func, args, kwargs, operands)
-    if alike is None:
-        other = infer(func, args, kwargs, operands, on_meta=True) if found.forced is None else None
-        _alike.add(structure, other is not None and _on_device(other, device) == found)
+    if truth is None:
+        _told.add(structure, _compared(found, device, func, args, kwargs, operands))
     return found
+
+
+@in_turn
+def _compared(
+    found: Inference, device: torch.device, func: Callable[..., Any], args: Any, kwargs: Any,
+    operands: Sequence[Value | torch.Tensor],
+) -> _Truth:  # fmt: skip
+    """Whether meta tensors tell the same about a call as fake ones, and whether it need be watched."""
+    if found.forced is not None:
+        return _Truth.OTHER
+    watch = _Watch(True, func)
+    if _on_device(_watched(func, args, kwargs, operands, watch), device) != found:
+        return _Truth.OTHER
+    acts = found.writes or found.reshapes or found.draws or func in POOLS_ALONE
+    if acts or not watch.is_plain:
+        return _Truth.SAME
+    return _Truth.BARE if watch.is_bare else _Truth.PLAIN
+
+
+@in_turn
+def _unwatched(
+    func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor], is_bare: bool
+) -> Inference | None:
+    """The inference on meta tensors of a call that only computes; None if PyTorch refuses it."""
+    if saved_tensors_hooks(True) is not None:
+        return None
+    try:
+        with ordinary_dispatch():
+            by_operand = {id(operand): _operand_fake(operand, META) for operand in operands}
+            fakes = [by_operand[id(operand)] for operand in operands]
+            swap = _swap(by_operand, operands, True)
+            with nullcontext() if is_bare else _Quick():
+                result = func(*map_leaves(args, swap), **map_leaves(kwargs, swap))
+        return _describe(result, fakes, [False] * len(fakes))
+    except Exception:  # The usual way finds out what it is.
+        return None
 
 
 def _on_device(inference: Inference, device: torch.device) -> Inference:

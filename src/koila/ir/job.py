@@ -80,6 +80,8 @@ class Job:
 
     carried: Any = None
     """How plans of this structure were made at other sizes, by what they compute: they are tried first."""
+    levers: frozenset[str] | None = None
+    """What a search may do to meet the budget; None is all that there is."""
 
     @property
     def device(self) -> torch.device:
@@ -106,6 +108,7 @@ class Job:
             self.history,
             self.budget,
             self.devices,
+            self.levers,
         )
 
     def within(self, budget: Budget) -> Job:

@@ -11,6 +11,7 @@ of the operands. Wrong shapes are not: whoever asks gets PyTorch's own error.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -25,6 +26,16 @@ aten = torch.ops.aten
 
 _PLAIN = (torch.float32, torch.float64)
 """Types in which every operator computes and keeps its statistics."""
+
+
+@cache
+def is_slow(func: OpOverload) -> bool:
+    """Whether PyTorch takes long to say what an operator gives, and `known_result` may know it.
+
+    >>> is_slow(torch.ops.aten.add.Tensor), is_slow(torch.ops.aten.view.default)
+    (True, False)
+    """
+    return func in KERNELS or torch.Tag.pointwise in func.tags
 
 
 def known_result(func: OpOverload, args: Any, kwargs: Any) -> Any:

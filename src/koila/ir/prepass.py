@@ -28,6 +28,7 @@ class PrePass:
     __slots__ = (
         "__weakref__",
         "_key",
+        "_plain",
         "batch",
         "bits",
         "device",
@@ -55,6 +56,8 @@ class PrePass:
 
     def __init__(self, key: _Key) -> None:
         self._key = key
+        self._plain: PrePass | None = None
+        """The same record without a batch, if this one was made from it."""
         self.shape, self.stride, self.dtype, self.device, self.layout, *rest = key
         self.requires_grad, self.batch, self.inference, self.bits = rest
 
@@ -99,9 +102,12 @@ class PrePass:
         >>> prepass_of(torch.zeros(2, 3)).with_batch(1).batch
         1
         """
-        known = dim is not None and -len(self.shape) <= dim < len(self.shape)
-        found = dim % len(self.shape) if known and dim is not None else None
-        return _intern((*self._key[:6], found, *self._key[7:]))
+        num_dims = len(self.shape)
+        found = dim % num_dims if dim is not None and -num_dims <= dim < num_dims else None
+        record = _intern((*self._key[:6], found, *self._key[7:]))
+        if self.batch is None and found is not None:
+            record._plain = self  # Whoever asks for the record of the same tensor again finds it.
+        return record
 
     def without_idle_strides(self) -> PrePass:
         """The same record with the strides that dimensions of one element would have in dense memory.
@@ -145,14 +151,14 @@ def prepass_of(tensor: torch.Tensor) -> PrePass:
     >>> prepass_of(torch.zeros(2, 3)) is prepass_of(torch.ones(2, 3))
     True
     """
-    strided = tensor.layout == torch.strided
+    layout = tensor.layout
     return _intern(
         (
             tuple(tensor.shape),
-            tensor.stride() if strided else (),
+            tensor.stride() if layout is torch.strided else (),
             tensor.dtype,
             tensor.device,
-            tensor.layout,
+            layout,
             tensor.requires_grad,
             None,
             tensor.is_inference(),
@@ -216,6 +222,11 @@ class Output:
     """The earlier result whose storage the result lives in."""
     is_view: bool = False
     """Whether autograd sees a differentiable view."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether its memory is made for it."""
+        return self.same_as is None and self.shares is None and self.shares_output is None
 
 
 @dataclass(frozen=True, slots=True)

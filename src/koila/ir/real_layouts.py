@@ -32,6 +32,11 @@ _ELEMENT_BY_ELEMENT = {
 """Their result lies in memory as that of any operator which goes through its operands element by element."""
 
 
+def is_laid_out_otherwise(func: OpOverload) -> bool:
+    """Whether the fake results of an operator may have other strides than the real ones."""
+    return func in _OF_FORMAT or func in _ELEMENT_BY_ELEMENT
+
+
 def with_real_layout(func: OpOverload, args: Any, result: Any) -> Any:
     """The fake results of an operator, laid out as the real ones are."""
     if func in _OF_FORMAT:

@@ -26,6 +26,7 @@ class TrieNode:
     __slots__ = (
         "depth",
         "followers",
+        "histories",
         "hits",
         "inference",
         "is_learned",
@@ -61,6 +62,8 @@ class TrieNode:
         """Successors that have a template, by their function."""
         self.uses: tuple[int, ...] | None = None
         """How often each value of a program that ends here is an operand of it; None if nobody has asked."""
+        self.histories: dict[Hashable, bool] = {}
+        """Whether a program that ends here is a history of gradients, by what the user holds; see `Log.is_history`."""
         self.runs: dict[Hashable, Any] = {}
         """How programs that end here run, by what is asked of them; see `koila.execution.prepared`."""
 

@@ -6,7 +6,7 @@ structure that `filled` makes those of any size of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class Alignment:
         self._formulas = formulas
         self.places: dict[Formula, int] = {}
         """By formula of a number that varies, its place."""
+        self._tokens: dict[Hashable, int] = {}
 
     def align(self, values: Sequence[Any]) -> Any:
         """The structure of these, one of each sample; itself where nothing varies.
@@ -74,6 +75,21 @@ class Alignment:
         if any(key != keys[0] for key in keys):
             raise NoFormula("steps differ in what has no number")
         return first
+
+    def token(self, tree: Any) -> int:
+        """A number for what was aligned: equal only for what is equal at every size."""
+        kind = type(tree)
+        if kind is Varying:
+            key: Hashable = (kind, tree.make, *map(self.token, tree.parts))
+        elif isinstance(tree, (list, tuple)):
+            key = (kind, *map(self.token, tree))
+        elif isinstance(tree, dict):
+            key = (kind, *tree, *map(self.token, tree.values()))
+        elif kind is float:
+            key = (kind, repr(tree))  # Zero has two signs.
+        else:
+            key = (kind, id(tree) if isinstance(tree, SlotArgument) or kind.__hash__ is None else tree)
+        return self._tokens.setdefault(key, len(self._tokens))
 
     def _opened(self, values: Sequence[Any], take: Callable[[Any], Any], make: Callable[[list[Any]], Any]) -> Any:
         opened = [tuple(take(value)) for value in values]

@@ -20,6 +20,7 @@ from koila.planning.devices import current_rules
 from koila.planning.levers.offload import copying_bytes
 from koila.planning.peak import Projection, project
 from koila.planning.phases import make_layout
+from koila.planning.placement import arena_for
 from koila.planning.plan import Plan, make_plan
 from koila.planning.search import ALL, Recipe, Search
 from koila.planning.sizing import expected_seconds
@@ -80,7 +81,7 @@ class Cutter:
         except Exception as error:
             raise _illegal(error) from error
         _count(started)
-        return self._cut(wanted, plan, facts, projection)
+        return self._cut(wanted, *self._in_arena(plan, projection), facts)
 
     def within(self, wanted: Wanted, allowed_bytes: int, thorough: bool) -> Cut | None:
         """The fastest plan found within so many bytes, or None; a thorough search takes longer to give up."""
@@ -103,7 +104,8 @@ class Cutter:
         _count(started)
         if found is None:
             return None
-        cut = _with_copies(self._cut(wanted, found[0], search.facts, found[1]), allowed_bytes)
+        placed = self._in_arena(*found, allowed_bytes - outside)
+        cut = _with_copies(self._cut(wanted, *placed, search.facts), allowed_bytes)
         return replace(cut, recipe=search.recipe(found[0]))
 
     def smallest(self, wanted: Wanted) -> Refused:
@@ -120,13 +122,14 @@ class Cutter:
 
     def _search(self, wanted: Wanted) -> Search:
         if wanted not in self._searches:
-            levers = ALL if self.job.budget.offload is None else ALL | {"offload"}
+            levers = ALL if self.job.levers is None else self.job.levers
+            levers = levers if self.job.budget.offload is None else levers | {"offload"}
             program = self.program  # A search that held this cutter would wait for a full collection.
             uncut, whole = (lambda: program.uncut_facts(wanted)), (lambda: program.whole_facts(wanted))
             self._searches[wanted] = Search(program.facts(wanted), levers, uncut, whole, wanted.streamed)
         return self._searches[wanted]
 
-    def _cut(self, wanted: Wanted, plan: Plan, facts: Facts, projection: Projection) -> Cut:
+    def _cut(self, wanted: Wanted, plan: Plan, projection: Projection, facts: Facts) -> Cut:
         outside = self.outside_bytes(wanted)
         peak = max(projection.peak_bytes + outside, self.after_bytes(wanted))
         beside = peak - projection.peak_bytes
@@ -134,6 +137,21 @@ class Cutter:
         bytes_at_peak = replace(projection, peak_bytes=peak, kinds=kinds)
         seconds = expected_seconds((plan, projection))
         return Cut(wanted, plan, facts, bytes_at_peak, seconds, self.key(wanted))
+
+    def _in_arena(
+        self, plan: Plan, projection: Projection, allowed_bytes: int | None = None
+    ) -> tuple[Plan, Projection]:
+        """The plan with results in one buffer where that is worthwhile and fits; what fits without is not refused."""
+        budget = self.job.budget
+        arena = arena_for(plan.schedules, budget.process or budget.is_default)
+        if arena is None:
+            return plan, projection
+        changed = replace(plan, arena=arena)
+        with_arena = project(changed)
+        if allowed_bytes is not None and with_arena.peak_bytes > allowed_bytes:
+            events.count("arena::too large for the budget")
+            return plan, projection
+        return changed, with_arena
 
     # What the plan does not see.
 

@@ -20,10 +20,8 @@ from koila._bytes import format_bytes
 from koila.analysis.program import NotSplittable, program_of
 from koila.analysis.split import Facts
 from koila.errors import BudgetError
-from koila.ir.cache import Cache
 from koila.ir.job import Job, Wanted
-from koila.ir.numbers import structure_of
-from koila.ir.source import Site, user_site
+from koila.ir.source import Site
 from koila.planning.cut import Cut, Cutter, Refused
 from koila.planning.devices import planning_for
 from koila.planning.machine import use_calibration
@@ -202,13 +200,14 @@ def _decide_bytes(job: Job, allowed_bytes: int) -> Decision:
         if cut is not None:
             return _split(job, cut, _reasons(job, cut))
     refused = _smallest(job, cutter)
-    if not job.budget.is_default:
+    if not job.budget.is_default and refused.needed_bytes > (job.budget.most_bytes or 0):
         raise refused
-    # What is only the default is not refused, but met as far as possible.
-    events.count("budget::over what is free")
+    # What is only the default, or what the process has grown by, causes no refusal: it is met as far as possible.
+    left = "what is free" if job.budget.is_default else "what the growth of the process leaves"
+    events.count(f"budget::over {left}")
     cut = cutter.within(job.wanted, refused.needed_bytes, thorough=True)
     assert cut is not None
-    return _split(job, cut, (*_reasons(job, cut), "it needs more than what is free"))
+    return _split(job, cut, (*_reasons(job, cut), f"it needs more than {left}"))
 
 
 def _smallest(job: Job, cutter: Cutter) -> Refused:
@@ -221,6 +220,10 @@ def _smallest(job: Job, cutter: Cutter) -> Refused:
 
 
 def _split(job: Job, cut: Cut, reasons: tuple[str, ...]) -> Decision:
+    arena = cut.plan.arena
+    if arena is not None:
+        what = f"{arena.num_values} results lie in one buffer of {format_bytes(arena.num_bytes)}"
+        reasons = (*reasons, f"{what}: new pages are handed out once per run")
     return Decision(
         "split", cut.wanted, job.budget, job.graph.num_samples, cut.plan, cut.facts, cut.projection, cut.seconds,
         reasons, program=cut.program, recipe=cut.recipe, sites=job.graph.sites,
@@ -258,141 +261,3 @@ def refusal(job: Job, refused: Refused) -> BudgetError:
         needed_bytes=needed,
         allowed_bytes=allowed,
     )
-
-
-# The decisions in force.
-
-
-MAX_STEPS = 5_000
-"""Decisions are kept as long as their plans and joint graphs have fewer steps and nodes in all; each takes about 1.5
-KiB."""
-ALWAYS = 4
-"""So many are kept in any case: the programs of a loop, with its evaluation and its short last batches."""
-
-
-def _num_steps(decision: Decision) -> int:
-    if decision.plan is None:
-        return 1
-    nodes = len(decision.plan.facts.joint.module.graph.nodes)
-    return nodes + sum(len(schedule.steps) for schedule in decision.plan.schedules)
-
-
-_decisions: Cache[Decision] = Cache("decision_cache", MAX_STEPS, _num_steps, ALWAYS)
-_forced: Cache[Decision] = Cache("forced_decisions", MAX_STEPS, _num_steps, ALWAYS)
-"""Decisions that replaced one that ran out of memory."""
-_tries: Cache[int] = Cache("decision_tries", 256)
-"""How often a decision was made that an error of the moment may have caused."""
-_TRIES = 3
-
-
-def decision_for(job: Job) -> Decision:
-    """The decision in force for a job; made if there is none."""
-    limited = job.budget.chunk_size is not None or job.budget.allowed_bytes is not None
-    if len(_forced):
-        found = _look_up(_forced, job)
-        if found is not None:
-            return found
-    if not limited:
-        return decide(job)  # Nothing to choose, and nothing to remember.
-    found = _look_up(_decisions, job)
-    if found is None:
-        found = _searched(job)
-        _carry(job, found)
-        tries = (_tries.get(job.key) or 0) + 1
-        if found.is_final or tries >= _TRIES:
-            _store(_decisions, job, found)
-        else:
-            _tries.add(job.key, tries)
-    return found
-
-
-_refusals: Cache[BudgetError] = Cache("refusal_cache", 64)
-"""By job, why it was refused: a job that is asked for again is not searched again."""
-
-
-def _searched(job: Job) -> Decision:
-    refused = _refusals.get(job.key)
-    if refused is not None:
-        events.count("plan::refused again")
-        raise _asked_here(refused)
-    try:
-        with events.waiting(f"looking for a plan for {len(job.graph.nodes)} calls"):
-            return decide(replace(job, carried=_carried(job)))
-    except BudgetError as error:
-        refused = error.with_traceback(None)  # Frames hold the tensors of whoever asked.
-    _refusals.add(job.key, refused)
-    raise _asked_here(refused)
-
-
-def _asked_here(error: BudgetError) -> BudgetError:
-    """The error with the line of the user's that asks now."""
-    return BudgetError(
-        error.fact, where=f"{user_site()} asks for it; {error.where}", hint=error.hint,
-        needed_bytes=error.needed_bytes, allowed_bytes=error.allowed_bytes,
-    )  # fmt: skip
-
-
-_recipes: Cache[dict[Wanted, Recipe]] = Cache("recipe_cache", 256)
-"""By structure and budget, how the latest plans were made."""
-
-
-def _structure(job: Job) -> Hashable:
-    return structure_of(job.graph), job.demand, job.budget
-
-
-def _carried(job: Job) -> dict[Wanted, Recipe] | None:
-    """What a decision at other sizes tells about this one."""
-    return None if job.budget.allowed_bytes is None else _recipes.get(_structure(job))
-
-
-def _carry(job: Job, decision: Decision) -> None:
-    """Let decisions at other sizes know how this one was made."""
-    if decision.recipe is not None:
-        key = _structure(job)
-        _recipes.add(key, {**(_recipes.get(key) or {}), decision.wanted: decision.recipe})
-
-
-def _look_up(cache: Cache[Decision], job: Job) -> Decision | None:
-    """The decision for a job; one whose trace holds for other numbers only tells which numbers to look for."""
-    found = cache.get(job.key)
-    if found is None or found.facts is None or found.facts.joint.holds_for(job.graph):
-        return found
-    return cache.get((job.key, found.facts.joint.pinned_in(job.graph)))
-
-
-def _store(cache: Cache[Decision], job: Job, decision: Decision) -> None:
-    other = cache.get(job.key)
-    joint = None if other is None or other.facts is None else other.facts.joint
-    holds = joint is None or joint.holds_for(job.graph)
-    if decision.plan is not None:
-        decision.plan.facts.forget()
-    cache.add(job.key if joint is None or holds else (job.key, joint.pinned_in(job.graph)), decision)
-
-
-_changes: list[int] = [0]
-
-
-def num_changes() -> int:
-    """How often decisions in force were replaced or forgotten."""
-    return _changes[0]
-
-
-def any_forced() -> bool:
-    """Whether any decision was replaced because memory ran out."""
-    return len(_forced) > 0
-
-
-def put_in_force(job: Job, decision: Decision) -> None:
-    """From the next step on, a job like this one runs by this decision."""
-    _changes[0] += 1
-    _store(_forced, job, decision)
-
-
-def forget_decisions() -> None:
-    """Decide anew: the rules or the calibration have changed."""
-    _changes[0] += 1
-    _decisions.clear()
-    _forced.clear()
-    _tries.clear()
-    _refusals.clear()
-    _recipes.clear()

@@ -56,7 +56,7 @@ def variant_of(target: Any) -> Variant | None:
     if target in _IN_PLACE:
         return Variant(_IN_PLACE[target], None)
     if target in _SOFTMAXES:
-        return _with_out(target, [_SOFTMAXES[target]])
+        return with_out(target, [_SOFTMAXES[target]])
     if not isinstance(target, OpOverload) or target in _NOT_IN_PLACE or target.is_view:
         return None
     if torch.Tag.pointwise not in target.tags:
@@ -64,7 +64,7 @@ def variant_of(target: Any) -> Variant | None:
     packet = getattr(aten, target.overloadpacket.__name__, None)
     if packet is not target.overloadpacket or schema_of(target).is_mutable:
         return None
-    found = _with_out(target, [getattr(packet, name) for name in packet.overloads()])
+    found = with_out(target, [getattr(packet, name) for name in packet.overloads()])
     return _in_place(target) if found is None else found
 
 
@@ -72,7 +72,8 @@ def _arguments(target: Any) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in schema_of(target).arguments if not argument.is_out]
 
 
-def _with_out(target: Any, others: list[Any]) -> Variant | None:
+def with_out(target: Any, others: list[Any]) -> Variant | None:
+    """The form of an operator among others that writes into given memory, if a kernel of its own does so."""
     for other in others:
         outs = [argument.name for argument in schema_of(other).arguments if argument.is_out]
         if len(outs) == 1 and _arguments(other) == _arguments(target):

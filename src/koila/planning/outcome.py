@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -225,13 +226,26 @@ def _workspaces(target: Any, args: Any, kwargs: Any, value: Any, metas: list[Any
     return _ask_table(target, args, kwargs, value)
 
 
+_fakes: Cache[torch.Tensor] = Cache("fake_cache", 256)
+"""By layout, a fake tensor on the CPU: the operands of one convolution are the results of another."""
+
+
+@cache
+def _cpu_mode() -> FakeTensorMode:
+    """The mode of these fake tensors."""
+    return FakeTensorMode()
+
+
+def _on_cpu(leaf: Any) -> Any:
+    """What stands for an argument of a call on the CPU; to be asked inside of `_cpu_mode`."""
+    return _fakes.get_or_add(Form.of(leaf), lambda: like(leaf, "cpu")) if isinstance(leaf, torch.Tensor) else leaf
+
+
 @in_turn
 def _ask_table(target: Any, *call: Any) -> tuple[int, int]:
     on_cpu = target in _CONVOLUTIONS  # The choice of a kernel depends on the device.
-    with FakeTensorMode() if on_cpu else nullcontext():
-        if on_cpu:
-            call = map_leaves(call, lambda leaf: like(leaf, "cpu") if isinstance(leaf, torch.Tensor) else leaf)
-        args, kwargs, result = call
+    with _cpu_mode() if on_cpu else nullcontext():
+        args, kwargs, result = map_leaves(call, _on_cpu) if on_cpu else call
         hidden = workspace_bytes(target, args, result, kwargs)
         return hidden, retained_bytes(target, args, result, kwargs)
 

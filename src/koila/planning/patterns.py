@@ -66,6 +66,24 @@ class _StepPattern:
     """For each operand, whether it is all of a storage that the schedule made."""
     item: int | None
     """The place of the item that its value is."""
+    question: int = -1
+    """The same for steps that do the same with operands of the same layout, whatever the sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What steps that do the same have in common at some sizes."""
+
+    operation: Operation | None
+    """What they call; None if it is what each of them calls at other sizes."""
+    form: Any
+    places: Any
+    slack: tuple[int, ...]
+    inside_bytes: int
+    retained_bytes: int
+    seconds: float
+    fresh_bytes: int
+    may_overwrite: tuple[int, ...]
 
 
 class _Pattern:
@@ -86,6 +104,7 @@ class _Pattern:
         self._fixed = {number for number, form in enumerate(self.forms) if not isinstance(form, Varying)}
         self._filling = set[int]()
         self._kinds: dict[int, set[torch.dtype]] = {n: _dtypes(form) for n, form in enumerate(first.forms)}
+        self._layouts = {number: alignment.token(form) for number, form in enumerate(self.forms)}
         rows = zip(*(schedule.steps for schedule in schedules), strict=True)
         self.steps = [self._step(row, alignment, samples[0].items) for row in rows]
         self.numbers = tuple(alignment.places)
@@ -110,8 +129,13 @@ class _Pattern:
         kinds = set().union(*(self._kinds[operand] for operand in step.operands), self._kinds[step.value])
         self._fixed |= {step.value} if fixed else set()
         self._filling |= {step.value} if step.fills_storage else set()
-        item = items.get(step.value)
-        return _StepPattern(step, args, kwargs, form, places, fixed, _is_plain(step, len(kinds)), owned, item)
+        item, plain = items.get(step.value), _is_plain(step, len(kinds))
+        self._layouts[step.value] = alignment.token(form)
+        asked = (
+            step.work.target, args, kwargs, places, tuple(map(self._layouts.__getitem__, (*step.operands, step.value))),
+            step.kind, step.work.in_float32, step.work.is_transposed, step.fills_storage, plain, owned,
+        )  # fmt: skip
+        return _StepPattern(step, args, kwargs, form, places, fixed, plain, owned, item, alignment.token(asked))
 
     def fill(self, catalogue: Catalogue, sinks: Sequence[Sink], values: Sequence[Number]) -> Schedule:
         """The schedule at the sizes of a catalogue's program.
@@ -137,78 +161,90 @@ class _Filling:
         self, chunk: int | None, numbers: Sequence[Number], items: Sequence[Item], forms: dict[int, Any]
     ) -> None:
         self.chunk, self.numbers, self.items, self.forms = chunk, numbers, items, forms
+        self.answers: dict[int, _Answer] = {}
 
     def step(self, pattern: _StepPattern) -> Step:
-        step, numbers = pattern.step, self.numbers
+        step, work = pattern.step, pattern.step.work
         if step.kind is Kind.HAND_ON:
             copied = copy_seconds(self._num_bytes(step.operands[0])) if step.seconds else 0.0
-            return _renewed(step, seconds=copied)
-        work, places = step.work, filled(pattern.places, numbers)
-        form = self.forms[step.value] = filled(pattern.form, numbers)
+            return _renewed(step, None, _Answer(None, None, (), (), 0, 0, copied, 0, ()))
         item = None if pattern.item is None else self.items[pattern.item]
+        found = self.answers.get(pattern.question)
+        if found is None:  # Layers of a network do the same.
+            found = self.answers[pattern.question] = self._answer(pattern, item)
+        self.forms[step.value] = found.form
         if item is not None:
-            check_shape(item, form, self.chunk)
+            check_shape(item, found.form, self.chunk)
+        operation = found.operation or work.operation
+        renewed = OperatorWork(
+            operation, found.form, work.recorded, work.in_float32, work.is_transposed, work.prefix
+        )  # fmt: skip
+        return _renewed(step, renewed, found)
+
+    def _answer(self, pattern: _StepPattern, item: Item | None) -> _Answer:
+        step, work, numbers = pattern.step, pattern.step.work, self.numbers
+        places, form = filled(pattern.places, numbers), filled(pattern.form, numbers)
+        self.forms[step.value] = form
         args, kwargs = filled(pattern.args, numbers), filled(pattern.kwargs, numbers)
         same = args is work.operation.args and kwargs is work.operation.kwargs
         operation = work.operation if same else Operation(work.target, args, kwargs)
-        work = OperatorWork(operation, form, work.recorded, work.in_float32, work.is_transposed, work.prefix)
+        over = self._may_overwrite(pattern, operation, form)
         if pattern.is_plain:
-            seconds, fresh, inside = self._plain(step, work)
-            return _renewed(step, places, inside, 0, seconds, fresh, self._may_overwrite(pattern, work), work)
-        found = self._asked(step, work, item)
+            seconds, fresh, inside = self._plain(step, operation, form)
+            return _Answer(
+                None if same else operation, form, places, slack_of(places), inside, 0, seconds, fresh, over
+            )  # fmt: skip
+        found = self._asked(step, operation, item)
         if found.form != form or found.in_float32 != work.in_float32:
             raise NoFormula("PyTorch gives another layout")
         seconds = found.seconds + (self._sum_seconds(step) if step.kind is Kind.ADD_PRODUCT else 0.0)
-        over = self._may_overwrite(pattern, work)
-        return _renewed(
-            step, found.places, found.inside_bytes, found.retained_bytes, seconds, found.fresh_bytes, over, work
-        )
+        return _Answer(
+            None if same else operation, form, found.places, slack_of(found.places), found.inside_bytes,
+            found.retained_bytes, seconds, found.fresh_bytes, over,
+        )  # fmt: skip
 
     def _num_bytes(self, value: int) -> int:
         return sum(form.num_bytes for form in forms_of(self.forms[value]) if form is not None)
 
-    def _plain(self, step: Step, work: OperatorWork) -> tuple[float, int, int]:
+    def _plain(self, step: Step, operation: Operation, form: Any) -> tuple[float, int, int]:
         """Seconds, fresh bytes and bytes inside of a step that the table need not be asked for."""
-        target = work.target
+        target = operation.target
         if _is_view(target):
             return VIEW_SECONDS, 0, 0
-        given = [0 if form is None else form.num_bytes for form in forms_of(work.form)]
+        given = [0 if form is None else form.num_bytes for form in forms_of(form)]
         fresh, num_bytes = sum(map(fresh_bytes, given)), sum(given)
         inside = 0
         if target is slice_whole:
             drawn = isinstance(self.forms[step.operands[0]], Drawn)
-            inside = num_bytes // work.form.dtype.itemsize if drawn else 0
+            inside = num_bytes // form.dtype.itemsize if drawn else 0
         else:
-            num_bytes += sum(self._num_bytes(step.operands[position]) for position in work.operation.refs)
+            num_bytes += sum(self._num_bytes(step.operands[position]) for position in operation.refs)
         return moving_seconds(target, num_bytes, fresh), fresh, inside
 
-    def _asked(self, step: Step, work: OperatorWork, item: Item | None) -> Outcome:
+    def _asked(self, step: Step, operation: Operation, item: Item | None) -> Outcome:
         whole = None if item is None else item.node.meta.get("val")
         shapes = lambda: None if item is None else result_shapes(item, self.chunk)  # noqa: E731
         operands = [self.forms[operand] for operand in step.operands]
-        return outcome_of(work.operation, operands, self.chunk or 0, whole, shapes)
+        return outcome_of(operation, operands, self.chunk or 0, whole, shapes)
 
     def _sum_seconds(self, step: Step) -> float:
         """What a product takes longer that is added to a sum."""
         return copy_seconds(self._num_bytes(step.value)) + (VIEW_SECONDS if step.work.is_transposed else 0.0)
 
-    def _may_overwrite(self, pattern: _StepPattern, work: OperatorWork) -> tuple[int, ...]:
+    def _may_overwrite(self, pattern: _StepPattern, operation: Operation, form: Any) -> tuple[int, ...]:
         step = pattern.step
-        if step.kind is not Kind.RUN or not step.fills_storage or variant_of(work.target) is None:
+        if step.kind is not Kind.RUN or not step.fills_storage or variant_of(operation.target) is None:
             return ()
         pairs = zip(step.operands, pattern.owned, strict=True)
-        return overwritable(work.operation, work.form, [self.forms[each] if owned else None for each, owned in pairs])
+        return overwritable(operation, form, [self.forms[each] if owned else None for each, owned in pairs])
 
 
-def _renewed(
-    step: Step, places: Any = (), inside: int = 0, retained: int = 0, seconds: float = 0.0, fresh: int = 0,
-    over: tuple[int, ...] = (), work: Any = None,
-) -> Step:  # fmt: skip
+def _renewed(step: Step, work: OperatorWork | None, found: _Answer) -> Step:
     """The step with other sizes."""
     return Step(
-        step.value, step.operands, places, slack_of(places), inside, retained, seconds, fresh, over, step.makes_memory,
-        step.holds_operands, step.is_view, step.fills_storage, step.kind, step.sinks, step.starts_merge,
-        step.is_repeat, work,
+        step.value, step.operands, found.places, found.slack, found.inside_bytes, found.retained_bytes, found.seconds,
+        found.fresh_bytes, found.may_overwrite, step.makes_memory, step.holds_operands, step.is_view,
+        step.fills_storage, step.kind, step.sinks, step.starts_merge, step.is_repeat, work,
     )  # fmt: skip
 
 

@@ -37,10 +37,13 @@ _IN_CHUNKS = (Destination.GATHER, Destination.STREAM, Destination.KEEP)
 
 
 class Lives:
-    """From which to which step each storage of a schedule lives."""
+    """From which to which step each storage of a schedule lives; those that are `placed` lie in an arena."""
 
-    def __init__(self, schedule: Schedule, is_first: bool) -> None:
+    def __init__(self, schedule: Schedule, is_first: bool, placed: frozenset[int] = frozenset()) -> None:
         self.schedule, self.storages = schedule, schedule.storages
+        sizes = schedule.storages.num_bytes
+        self.sizes = [0 if each in placed else size for each, size in enumerate(sizes)] if placed else sizes
+        """By storage, the bytes that it adds to the memory."""
         self.begins: dict[int, int] = {}
         """By position, bytes that appear there and stay: merges that begin."""
         self.last = list(schedule.last_use_of_storage)
@@ -81,7 +84,7 @@ class Lives:
 
     def walk(self) -> Iterator[tuple[int, dict[int, None]]]:
         """For each step, the bytes alive while it runs, and the storages that they are."""
-        sizes, made_by, of = self.storages.num_bytes, self.storages.made_by, self.storages.of
+        sizes, made_by, of = self.sizes, self.storages.made_by, self.storages.of
         overwritten, begins, ends = self.schedule.overwritten, self.begins, self.ends
         alive: dict[int, None] = {}
         now = 0
@@ -218,6 +221,10 @@ class _Residents:
                 yield key, self.sizes[token]
 
 
+_ARENA = "arena"
+"""The key of the buffer among the values that are there."""
+
+
 class Projector:
     """Walks through the sections of a plan and remembers the worst moment."""
 
@@ -226,6 +233,9 @@ class Projector:
         self.best = Projection(0, "nothing")
         self.peaks = [0] * (2 * len(plan.phases) + 1)
         self.result_kinds = plan.result_kinds
+        if plan.arena is not None:
+            self.here.add(_ARENA, plan.arena.held_bytes)
+            self.result_kinds = {**plan.result_kinds, _ARENA: "arena"}
         self.pieces: dict[Hashable, list[tuple[int, int]]] = {}
         """By value that is held in pieces, for each piece the sample after its last, and its bytes."""
         self.away: dict[Hashable, int] = {}
@@ -287,7 +297,7 @@ class Projector:
         self, schedule: Schedule, base: int, is_first: bool, section: int, merging: Iterable[Sink] = (), pieces: int = 0
     ) -> None:
         """One schedule of the plan, `base` bytes beside it; each is looked at in the order in which it first runs."""
-        peak = peak_of(schedule, is_first)
+        peak = peak_of(schedule, is_first) if self.plan.arena is None else self._rest(schedule, is_first)
         self.peaks[section] = max(self.peaks[section], base + peak.num_bytes)
         if base + peak.num_bytes <= self.best.peak_bytes:
             return
@@ -298,6 +308,10 @@ class Projector:
         found = tuple((kind, size) for kind, size in sorted(kinds.items()) if size)
         text, recorded = describe(schedule, peak)
         self.best = Projection(base + peak.num_bytes, text, section, kinds=found, recorded=recorded)
+
+    def _rest(self, schedule: Schedule, is_first: bool) -> Peak:
+        """The worst moment of what a schedule makes outside the arena."""
+        return _worst(Lives(schedule, is_first, self.plan.placed(schedule)))
 
     def beside(self, merging: Iterable[Sink], pieces: int) -> Counter[str]:
         """By kind, the bytes that are there beside what a schedule makes."""

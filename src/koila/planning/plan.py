@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from koila._bytes import format_bytes
 from koila.analysis.split import Facts, Item
 from koila.planning.catalogue import lies_in_operand
 from koila.planning.cost import schedule_fresh_bytes, schedule_seconds
 from koila.planning.devices import current_rules
 from koila.planning.patterns import patterns_of
 from koila.planning.phases import Layout, Stage, key_of
+from koila.planning.placement import Arena
 from koila.planning.rates import offload_seconds
 from koila.planning.schedule import Schedule
 from koila.planning.step import Kind, Sink
@@ -75,6 +77,12 @@ class Plan:
     """Whether a chunk of these is copied to the device when it is read: it is not the host."""
     streamed: bool = False
     """Whether the only result, if it is Sliced, is handed out chunk by chunk and never held whole."""
+    arena: Arena | None = None
+    """The buffer that results lie in which nobody else holds; None: each has memory of its own."""
+
+    def placed(self, schedule: Schedule) -> frozenset[int]:
+        """The storages of a schedule that lie in the arena."""
+        return frozenset() if self.arena is None else self.arena.placements[schedule].storages
 
     @property
     def facts(self) -> Facts:
@@ -179,6 +187,7 @@ class Plan:
                 for phase in self.phases
             ],
             "after": self.after.decisions(),
+            "arena": None if self.arena is None else self.arena.to_dict(),
         }
 
     def __eq__(self, other: object) -> bool:
@@ -201,6 +210,8 @@ class Plan:
         lines.append(f"  gathered: {gathered or 'nothing'}")
         if self.offloaded:
             lines.append(f"  in a file: {', '.join(sorted(item.node.name for item in self.offloaded))}")
+        if self.arena is not None:
+            lines.append(f"  in one buffer of {format_bytes(self.arena.num_bytes)}: {self.arena.num_values} results")
         return "\n".join(lines)
 
 

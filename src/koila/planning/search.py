@@ -92,6 +92,8 @@ def fit(plan: Plan, allowed: int, levers: frozenset[str] = LEVERS) -> Found | No
 
 ALL = LEVERS | {"chunk", "keep"}
 """The levers that need no file."""
+RECOMPUTING = frozenset({"order", "recompute"})
+"""The levers of a search that does not cut."""
 
 
 def kept_bytes(layout: Layout, streamed: bool = False) -> int:

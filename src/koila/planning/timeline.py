@@ -80,10 +80,9 @@ class _Walk(Projector):
         self, schedule: Schedule, base: int, is_first: bool, section: int, merging: Iterable[Sink] = (), pieces: int = 0
     ) -> None:
         times = 1 if is_first else self._num_later(schedule, section)
-        stretch = Stretch(
-            self._title(schedule, is_first, section, times), times,
-            tuple(_moments(schedule, is_first, self.beside(merging, pieces), self._kind)),
-        )  # fmt: skip
+        lives = Lives(schedule, is_first, self.plan.placed(schedule))
+        moments = tuple(_moments(lives, self.beside(merging, pieces), self._kind))
+        stretch = Stretch(self._title(schedule, is_first, section, times), times, moments)
         self.found.append(((section, not is_first, -(schedule.chunk or 0)), stretch))
 
     def _kind(self, sink: Sink) -> str:
@@ -122,10 +121,8 @@ class _Largest:
         return self._heap[0][1] if self._heap else None
 
 
-def _moments(
-    schedule: Schedule, is_first: bool, beside: Counter[str], kind_of: Callable[[Sink], str]
-) -> Iterator[Moment]:
-    lives, largest, before = Lives(schedule, is_first), _Largest(), set[int]()
+def _moments(lives: Lives, beside: Counter[str], kind_of: Callable[[Sink], str]) -> Iterator[Moment]:
+    schedule, largest, before = lives.schedule, _Largest(), set[int]()
     sizes, begun = schedule.storages.value_bytes, Counter[str]()
     for position, (now, alive) in enumerate(lives.walk()):
         step = schedule.steps[position]

@@ -17,6 +17,7 @@ COLORS = {
     "results": "#8a5a9e",
     "merges": "#b8902a",
     "kept values": "#3f7f8c",
+    "arena": "#4a6fa5",
     "activations": "#5b84c4",
     "workspace": "#9aa5b1",
 }

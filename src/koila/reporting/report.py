@@ -232,20 +232,33 @@ class Reports:
         """The calls of the last step that is a run of its own."""
         self._decision: Decision | None = None
         """That step's; it is kept so that the last report can be drawn."""
+        self._waiting: deque[events.StepEnd] = deque()
+        """Ends of steps that nobody has looked at; all of them are runs without a plan."""
 
     @property
     def all(self) -> list[Report]:
         """The last reports, oldest first."""
+        self._look()
         return [_made(step) for step in self._steps]
 
     @property
     def last(self) -> Report:
         """The last step that a person would call a run: not the reading of an accuracy after it."""
+        self._look()
         return _made(self._last)
 
     def __call__(self, event: events.Event) -> None:
-        if type(event) is not events.StepEnd:
-            return
+        if type(event) is events.StepEnd:
+            self._waiting.append(event)
+            if event.scopes or len(self._waiting) >= NUM_REPORTS or _holds_plan(event):
+                self._look()
+
+    def _look(self) -> None:
+        """Take the steps that wait."""
+        while self._waiting:
+            self._take(self._waiting.popleft())
+
+    def _take(self, event: events.StepEnd) -> None:
         step: _Ends | Report = _report(event) if _holds_plan(event) else (event,)
         num_calls = event.num_calls
         joins = event.continues and bool(self._steps)

@@ -32,7 +32,7 @@ def decision(budget: Budget, mebibytes: int = 200) -> Decision:
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Told of each change of the allocator, instead of the allocator."""
     changes: list[int] = []
-    monkeypatch.setattr(_malloc, "_enter", changes.append)
+    monkeypatch.setattr(_malloc, "_enter", lambda change, *sizes: changes.append(change))
     return changes
 
 
@@ -70,6 +70,16 @@ def test_a_first_run_under_a_limit_takes_large_blocks_from_the_system(entered: l
     assert run(made, entered)
     assert not run(made, entered)
     assert run(decision(LIMITED, 160), entered)
+
+
+@pytest.mark.parametrize(("growth", "mebibytes"), [(400, 10), (208, 2), (170, 1), (3000, 32)])
+def test_the_room_says_which_blocks_come_from_the_system(process: Process, growth: int, mebibytes: int) -> None:
+    process.growth_bytes = growth * MIB
+    made = decision(LIMITED, 160)
+    assert process_memory._block_bytes(made) == mebibytes * MIB
+    assert process_memory._block_bytes(decision(Budget(allowed_bytes=100, process=True), 160)) == MIB
+    process_memory._not_in_heap.add(made)
+    assert process_memory._block_bytes(made) == MIB
 
 
 def test_a_heap_that_was_too_small_is_not_used_again(entered: list[int]) -> None:

@@ -36,6 +36,8 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "flattened": lambda h: LINEAR(h.flatten(0, 1)).view_as(h).log_softmax(-1),
     "shifted": lambda h: h[:, 1:] * h[:, :-1],
     "all pairs": lambda h: h.mean(1) @ h.mean(1).T,
+    "layers that do the same": lambda h: LINEAR(F.gelu(LINEAR(F.gelu(LINEAR(h).transpose(0, 1)))).transpose(0, 1)),
+    "zeros of both signs": lambda h: h * h.new_full((1, h.shape[1], 1), 0.0) + h * h.new_full((1, h.shape[1], 1), -0.0),
     "scaled by the length": lambda h: h * h.shape[1] ** -0.5,
 }
 SAMPLES, NEW = ((8, 20), (8, 27)), ((8, 23), (8, 8), (8, 41))

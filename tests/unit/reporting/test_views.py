@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import koila
-from koila.planning.decide import forget_decisions
+from koila.planning.in_force import forget_decisions
 from koila.planning.plan import Plan
 from koila.planning.timeline import Moment, Stretch
 from koila.reporting.view import MAX_POINTS, View, timeline

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 
-from koila._torch import schema_of
+from koila._torch import OpOverload, schema_of
 from koila.analysis.chunk_rule import Call, ChunkRule, Operand
 from koila.analysis.monoids import Sum, narrow_dtype
 from koila.analysis.types import WHOLE, Merged, Sliced, SplitType
@@ -45,7 +46,12 @@ class Axes:
 
 def right(ndim: int, rigid: set[int] | frozenset[int] = frozenset()) -> Labels:
     """Labels that agree from the right, as in broadcasting; `rigid` counts dimensions from the left."""
-    return tuple(None if dim in rigid else dim - ndim for dim in range(ndim))
+    return tuple(None if dim in rigid else dim - ndim for dim in range(ndim)) if rigid else _all_right(ndim)
+
+
+@cache
+def _all_right(ndim: int) -> Labels:
+    return tuple(range(-ndim, 0))
 
 
 def left(ndim: int, rigid: set[int] | frozenset[int] = frozenset()) -> Labels:
@@ -106,9 +112,13 @@ def _led(call: Call, axes: Axes, label: Hashable, kind: Sliced) -> ChunkRule:
 
 def packed(call: Call, results: tuple[SplitType, ...]) -> SplitType | tuple[SplitType, ...]:
     """One type for an operator that returns one tensor, a tuple for one that returns several or a list."""
-    returns = schema_of(call.target).returns
-    alone = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
-    return results[0] if alone else results
+    return results[0] if _returns_one(call.target) else results
+
+
+@cache
+def _returns_one(target: OpOverload) -> bool:
+    returns = schema_of(target).returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
 
 
 def _need(call: Call, axes: Axes, operand: Operand, labels: Labels, label: Hashable, kind: Sliced) -> SplitType:

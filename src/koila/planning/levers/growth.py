@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 from koila._torch import OpOverload
+from koila._torch.graphs import add_node
 from koila.analysis.chunk_rule import Call, ChunkRule
 from koila.analysis.rules import rule_for
-from koila.analysis.split import arguments_by_name, describe_call
+from koila.analysis.split import arguments_by_name, describe_call, operand_as
 from koila.analysis.types import WHOLE, Merged, Sliced, SplitType
 from koila.analysis.uniform import operand_types
 from koila.ir.tree import leaves
@@ -65,7 +66,7 @@ class Drawing:
         self.step: dict[fx.Node, Step] = {}
         """By node, the step that it was drawn for; a product that is added to a sum has several nodes."""
         for number, form in enumerate(schedule.forms):
-            node = self.graph.placeholder(f"w{number}")
+            node = add_node(self.graph, "placeholder", f"w{number}", (), {}, f"w{number}")
             self._name(node, number, meta_tree(form))
         for step in schedule.steps:
             self._draw(step)
@@ -76,18 +77,21 @@ class Drawing:
         node.meta["val"] = meta
         self.node[value], self.value[node] = node, value
 
+    def _add(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        return add_node(self.graph, "call_function", target, args, kwargs or {}, f"v{len(self.step)}")
+
     def _draw(self, step: Step) -> None:
         operands = [self.node[operand] for operand in step.operands]
         if step.kind is Kind.HAND_ON:
-            self.step[self.graph.call_function(hand_on, (operands[0],))] = step
+            self.step[self._add(hand_on, (operands[0],))] = step
             return
         work = step.work
         bounds = {bound.value: 0 for bound in Bound}
         if step.kind in _CLOSED:
-            node = self.graph.call_function(closed, tuple(operands))
+            node = self._add(closed, tuple(operands))
         else:
             args, kwargs = work.operation.applied(operands, **bounds)
-            node = self.graph.call_function(work.operation.target, args, kwargs)
+            node = self._add(work.operation.target, args, kwargs)
         if work not in self.made:  # Steps that repeat a call have the same value.
             self.made[work] = meta_tree(work.form)
         self._name(node, step.value, self.made[work])
@@ -98,11 +102,11 @@ class Drawing:
 
     def _draw_sum(self, step: Step, node: fx.Node) -> None:
         if step.work.is_transposed:
-            turned = self.graph.call_function(aten.t.default, (node,))
+            turned = self._add(aten.t.default, (node,))
             turned.meta["val"] = node.meta["val"].t()
             self.step[turned] = step
             node = turned
-        self.step[self.graph.call_function(hand_on, (node,))] = step
+        self.step[self._add(hand_on, (node,))] = step
 
 
 def largest_bytes(node: fx.Node) -> int:
@@ -215,8 +219,8 @@ class Growth:
         rule = rule_for(node.target) if isinstance(node.target, OpOverload) else None
         if rule is None:
             return None
-        kind = lambda operand: given.get(operand, WHOLE)  # noqa: E731
-        call: Call | None = describe_call(node, arguments_by_name(node), kind, self.size)
+        described = lambda operand: operand_as(operand, given.get(operand, WHOLE))  # noqa: E731
+        call: Call | None = describe_call(node, arguments_by_name(node), described, self.size)
         try:
             return None if call is None else rule(call)
         except Exception:
