@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache, partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import koila
+from koila.events import RunStart, subscribe
 from koila.execution.jobs import LARGE_BYTES
 from tests.accelerator import sim
 from tests.accelerator.programs import program
@@ -79,6 +81,25 @@ def test_measuring_asks_the_device() -> None:
     found = step("gpt", partial(koila.lazy, budget=eager("gpt").peak_bytes // 2), koila.measure)
     # What the forward pass made before the run, such as positions, is in the peak alone.
     assert 0.99 * found.peak_bytes < found.report.measured_bytes <= found.peak_bytes
+
+
+def test_garbage_that_dies_in_a_step_does_not_hide_what_it_allocates() -> None:
+    def measured(num_garbage: int) -> int:
+        gc.collect()
+        garbage: list[Any] = [torch.zeros(num_garbage, device="sim")]
+        garbage.append(garbage)
+        del garbage
+        with koila.measure(), koila.budget(chunk_size=2):
+            (koila.lazy(torch.zeros(8, 1000, device="sim")) + 1).sum().item()
+        return koila.last_report().measured_bytes
+
+    unsubscribe = subscribe(lambda event: gc.collect(), RunStart)
+    gc.disable()
+    try:
+        assert measured(1_000_000) == measured(0) > 0
+    finally:
+        gc.enable()
+        unsubscribe()
 
 
 @pytest.mark.parametrize("share", [1.5, 0.8])

@@ -6,15 +6,23 @@ asked, which see what kernels allocate inside; the statistics of their peaks beg
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 
 class DeviceCounters:
-    """The counters of all accelerators, from the moment at which it is made."""
+    """The counters of all accelerators, from the moment at which it is made.
+
+    Garbage is collected first: what would be freed in the middle of a step would hide what the step allocates.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, int] = {}
-        for index in range(torch.accelerator.device_count() if torch.accelerator.is_available() else 0):
+        if not torch.accelerator.is_available():
+            return
+        gc.collect()
+        for index in range(torch.accelerator.device_count()):
             torch.accelerator.reset_peak_memory_stats(index)
             self._before[index] = torch.accelerator.memory_allocated(index)
 
