@@ -101,12 +101,12 @@ class BitSource(Source):
         return contiguous(self.shape, self.dtype).on(self._bits.device)
 
     def _unpack(self, start: int, stop: int) -> torch.Tensor:
-        first, shifts = start // 8 * 8, _shifts(self._bits.device)
+        first, table = start // 8 * 8, _bytes_of_bits(self._bits.device)
         pieces = torch.empty((stop - first + 7) // 8 * 8, dtype=torch.bool, device=self._bits.device)
         for begin in range(first, stop, _BLOCK):
-            block = self._bits[begin // 8 : (min(begin + _BLOCK, stop) + 7) // 8]
-            bits = block.unsqueeze(1).bitwise_right_shift(shifts).bitwise_and_(1)
-            pieces[begin - first : begin - first + bits.numel()].copy_(bits.view(-1))
+            block = self._bits[begin // 8 : (min(begin + _BLOCK, stop) + 7) // 8].int()
+            place = (begin - first) // 8
+            torch.index_select(table, 0, block, out=pieces.view(torch.int64)[place : place + block.numel()])
         return pieces[start - first : stop - first]
 
 
@@ -127,9 +127,16 @@ class AttentionSource(BitSource):
         return prepass_of(self._state)
 
 
+_GATHER = 0x0102040810204080
+"""Times eight bytes that are 0 or 1, as one number: its last byte has them as bits."""
+
+
 @cache
-def _shifts(device: torch.device) -> torch.Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)
+def _bytes_of_bits(device: torch.device) -> torch.Tensor:
+    """By a byte, the eight bytes that are its bits, as one number."""
+    places = torch.arange(8, dtype=torch.uint8, device=device)
+    packed = torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(1)
+    return packed.bitwise_right_shift(places).bitwise_and_(1).view(torch.int64).view(-1)
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -140,13 +147,14 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _pack(mask: torch.Tensor) -> torch.Tensor:
-    flat, shifts = mask.reshape(-1), _shifts(mask.device)
+    """The bits of a mask: a multiplication for eight of its elements, which lie in memory from the lowest byte on."""
+    flat = mask.reshape(-1)
     bits = torch.empty((flat.numel() + 7) // 8, dtype=torch.uint8, device=mask.device)
     for begin in range(0, flat.numel(), _BLOCK):
         block = flat[begin : begin + _BLOCK].to(torch.uint8)
         if block.numel() % 8:
             block = torch.cat([block, block.new_zeros(-block.numel() % 8)])
-        packed = block.view(-1, 8).bitwise_left_shift(shifts).sum(1, dtype=torch.uint8)
+        packed = block.view(torch.int64).mul(_GATHER).view(torch.uint8)[7::8]
         bits[begin // 8 : begin // 8 + packed.numel()] = packed
     return bits
 
