@@ -4,6 +4,7 @@
 eager's peak down to the smallest, and beside it the time of the same search if all that it may do is compute again:
 the batch is then not cut. Times are ratios to eager's step, interleaved with it in one process; by default the CPU time
 of the process, which work beside it disturbs least. With `--tuned`, a loop has tried its plans before it is timed.
+Below a quarter, values of networks that normalise across samples may go into files: it cannot be done fast without.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 import koila
 from benchmarks.memory import MIB, RESULTS, machine, progress
 from benchmarks.programs import PROGRAMS
-from benchmarks.ways import Subject, Way, step_of
+from benchmarks.ways import OFFLOAD, Subject, Way, step_of
 from benchmarks.witness import WitnessError, call_outside
 from koila.ir.cache import clear_all
 from koila.planning import cut, trials
@@ -33,9 +36,10 @@ from koila.planning.tracker import StorageTracker
 NUM_BUDGETS = 12
 ALWAYS = 1e9
 """The share of a loop's time at which plans are tried as soon as they can be."""
-SLOWER, STEP, SMALLEST = 1.05, 1.5, 2.5
+SLOWER, STEP, SMALLEST, BY_HAND = 1.05, 1.5, 2.5, 1.1
 """A larger budget takes at most this many times as long as a smaller one; a smaller one, than the next larger one, down
-to a quarter; the smallest, than eager."""
+to a quarter; any, than eager, or than micro-batches of one where these are slow by themselves."""
+QUARTER = 0.25
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,10 @@ class Point:
     """None: refused."""
     recomputing: float | None
     """If all that is done is to compute again."""
+    files: bool
+    """Whether values may go into files."""
+    by_hand: float | None = None
+    """The time of micro-batches of one, where no plan at the smallest budget is fast."""
 
 
 @contextmanager
@@ -87,11 +95,16 @@ def _peak(subject: Subject) -> int:
     return tracker.peak_bytes
 
 
-def _ratios(subject: Subject, budgets: list[int], rounds: int, clock: Callable[[], float]) -> list[float | None]:
-    """The time of a step at each budget, over that of eager's steps before and after it."""
+def _is_normalised(subject: Subject) -> bool:
+    """Whether a program has layers that normalise across samples."""
+    return any(isinstance(module, _BatchNorm) for module in subject.program.model.modules())
+
+
+def _ratios(subject: Subject, ways: list[Way], rounds: int, clock: Callable[[], float]) -> list[float | None]:
+    """The time of a step by each way, over that of eager's steps before and after it."""
     eager, found = step_of(subject.program, Way("eager")), list[float | None]()
-    for allowed in budgets:
-        step = step_of(subject.program, Way("koila", allowed))
+    for way in ways:
+        step = step_of(subject.program, way)
         try:
             subject.seconds(step, clock)
         except koila.BudgetError:
@@ -106,18 +119,23 @@ def _ratios(subject: Subject, budgets: list[int], rounds: int, clock: Callable[[
 
 
 def measure(name: str, rounds: int, num_threads: int, by_cpu: bool, tuned: bool) -> list[list[Any]]:
-    """Share of eager's peak, bytes, time, and time by recomputation alone, at each budget; runs in a subprocess."""
+    """The fields of a `Point` for each budget; runs in a subprocess."""
     clock = time.process_time if by_cpu else time.perf_counter
     trials.SHARE = ALWAYS if tuned else 0.0
     subject = Subject(name, num_threads)
     most, least = _peak(subject), _smallest(subject)
     budgets = [round(most * (least / most) ** (step / (NUM_BUDGETS - 1))) for step in range(NUM_BUDGETS)]
     budgets[-1] = least
-    found = _ratios(subject, budgets, rounds, clock)
+    files = [_is_normalised(subject) and allowed < QUARTER * most for allowed in budgets]
+    ways = [Way(OFFLOAD if file else "koila", allowed) for allowed, file in zip(budgets, files, strict=True)]
+    found = _ratios(subject, ways, rounds, clock)
     trials.SHARE = 0.0
     with _levers(RECOMPUTING):
-        alone = _ratios(subject, budgets, rounds, clock)
-    return [[allowed / most, allowed, *pair] for allowed, *pair in zip(budgets, found, alone, strict=True)]
+        alone = _ratios(subject, [Way("koila", allowed) for allowed in budgets], rounds, clock)
+    rows = [[allowed / most, allowed, *rest] for allowed, *rest in zip(budgets, found, alone, files, strict=True)]
+    if (found[-1] or 0) > SMALLEST and subject.program.weight is not None:
+        rows[-1] += _ratios(subject, [Way("micro-batch", 1)], rounds, clock)
+    return rows
 
 
 def steps(points: list[Point]) -> list[str]:
@@ -125,16 +143,18 @@ def steps(points: list[Point]) -> list[str]:
     found, name = list[str](), points[0].program
     known = [(point, point.ratio) for point in points if point.ratio is not None]
     for number, (point, ratio) in enumerate(known):
-        least = min((other for _, other in known[number + 1 :]), default=ratio)
+        least = min((other for later, other in known[number + 1 :] if later.files == point.files), default=ratio)
         if ratio > SLOWER * least:
             found.append(f"{name}: {point.share:.0%} takes {ratio:.2f}, a smaller budget {least:.2f}")
         if point.recomputing is not None and ratio > SLOWER * point.recomputing:
             found.append(f"{name}: {point.share:.0%} takes {ratio:.2f}, recomputation alone {point.recomputing:.2f}")
     for (_, before), (point, ratio) in pairwise(known):
-        if ratio > STEP * before and point.share >= 0.25:
+        if ratio > STEP * before and point.share >= QUARTER:
             found.append(f"{name}: from {before:.2f} to {ratio:.2f} at {point.share:.0%}")
-    if known and known[-1][1] > SMALLEST:
-        found.append(f"{name}: {known[-1][1]:.2f} at its smallest, {known[-1][0].share:.0%}")
+    for point, ratio in known:
+        if ratio > max(SMALLEST, BY_HAND * (point.by_hand or 0)):
+            by_hand = "" if point.by_hand is None else f"; micro-batches of one take {point.by_hand:.2f}"
+            found.append(f"{name}: {ratio:.2f} at {point.share:.0%}{by_hand}")
     return found
 
 
@@ -154,7 +174,8 @@ def markdown(points: list[Point], failed: list[str], num_threads: int, by_cpu: b
         lines += ["", f"## {name}", "", "| budget | MiB | time | recomputation alone |", "|---|---|---|---|"]
         for point in own:
             ratio, alone = ("refused" if x is None else f"{x:.2f}" for x in (point.ratio, point.recomputing))
-            lines.append(f"| {point.share:.0%} | {point.allowed_bytes / MIB:.1f} | {ratio} | {alone} |")
+            files = ", with files" if point.files else ""
+            lines.append(f"| {point.share:.0%} | {point.allowed_bytes / MIB:.1f} | {ratio}{files} | {alone} |")
     found = [line for name in names for line in steps([point for point in points if point.program == name])]
     for title, rows in (("Steps", found), ("Failures", failed)):
         lines += ["", f"## {title}", "", *([f"- {row}" for row in rows] or ["none"])]

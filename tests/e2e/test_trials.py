@@ -111,13 +111,13 @@ def test_no_trial_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not trial.is_due
     for _ in range(2):
         trial.note(0.5)
-    assert trial.is_due and trial.next_way() == "smaller"
+    assert trial.is_due and trial.next_way() == "half"
 
 
 def test_a_plan_that_is_no_faster_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "SHARE", 1.0)
     trial = Trial("first", planning_seconds=0.0)
-    for plan, seconds in (("first", 1.0), ("smaller", 0.98), ("uncut", 1.2)):
+    for plan, seconds in (("first", 1.0), ("half", 0.98), ("less", 0.99), ("uncut", 1.2)):
         trial.running = plan
         for step in range(1 + NUM_STEPS):
             assert not trial.is_due

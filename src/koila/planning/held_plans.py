@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import inf
 
 from koila.analysis.split import Item
 from koila.planning.devices import current_rules
@@ -18,7 +19,7 @@ from koila.planning.keeping import Keeping
 from koila.planning.peak import Projection
 from koila.planning.phases import Layout
 from koila.planning.plan import Plan
-from koila.planning.sizing import Found, Need, expected_seconds, largest_fitting
+from koila.planning.sizing import Found, Need, all_alike, expected_seconds, largest_fitting
 
 CHUNK_SHARES = (0.02, 0.05, 0.12, 0.3)
 """The shares of a budget that the values of one chunk may take, beside what is kept between phases."""
@@ -26,6 +27,8 @@ _TRIED = 2
 """Plans are made for so many of them."""
 _CORRECTED = 4
 """So many times what is kept is chosen anew because a plan needs more than was expected."""
+_FURTHER = 2
+"""So many times, once a plan whose phases all have the same chunk size was found."""
 _AGAIN = 6
 """How many times the items of a program a plan may compute: more takes as many times as long to plan."""
 _EXACT = 0.02
@@ -59,10 +62,9 @@ class HeldPlans:
         seconds = {share: self._expected(holding, allowed) for share, holding in first.items() if holding is not None}
         found: dict[float, float] = {}
         for share in sorted(seconds, key=seconds.__getitem__)[:_TRIED]:
-            plan = self._with_share(allowed, share, beside)
-            if plan is not None:
+            for plan in self._with_share(allowed, share, beside):
                 yield plan
-                found[share] = expected_seconds(plan)
+                found[share] = min(expected_seconds(plan), found.get(share, inf))
         if found:
             hold = partial(self.keeping.hold, allowed, min(found, key=found.__getitem__), beside, effort=THOROUGH)
             holding = attempt(4 * self.num_nodes, hold)
@@ -89,21 +91,26 @@ class HeldPlans:
             calls += len(computed) / share
         return holding.seconds + calls * current_rules().call_seconds
 
-    def _with_share(self, allowed: int, share: float, beside: list[int]) -> Found | None:
-        """A plan with so much for the values of a chunk; what phases need `beside` what was expected is learned."""
-        before: Holding | None = None
-        for _ in range(_CORRECTED):
+    def _with_share(self, allowed: int, share: float, beside: list[int]) -> Iterator[Found]:
+        """Plans with so much for the values of a chunk; what phases need `beside` what was expected is learned."""
+        before, left = None, _CORRECTED
+        while left:
+            left -= 1
             holding = self.keeping.hold(allowed, share, beside)
             if holding is None or self._is_long(holding) or (before is not None and holding.held == before.held):
-                return None
+                return
             found, closest = self._sized(holding, allowed)
             found = found or self.fit(closest[0], allowed)
             if found is not None:
-                return found
+                yield found
+                return
+            alike = all_alike(self._needs(holding), allowed, self.sizes, partial(self._made, holding))
+            if alike is not None:
+                yield alike
+                left = min(left, _FURTHER)
             before = holding
             for number, more in enumerate(_unexpected(holding, *closest, allowed)):
                 beside[number] += more
-        return None
 
     def _sized(self, holding: Holding, allowed: int) -> tuple[Found | None, Found]:
         """The plan that holds this with the largest chunks that fit, if there is one; and the last one tried."""
@@ -113,8 +120,10 @@ class HeldPlans:
             tried.append(self._made(holding, sizes))
             return tried[-1]
 
-        needs = [Need(*pair) for pair in zip(holding.loads, holding.transients, strict=True)]
-        return largest_fitting(needs, allowed, self.sizes, make), tried[-1]
+        return largest_fitting(self._needs(holding), allowed, self.sizes, make), tried[-1]
+
+    def _needs(self, holding: Holding) -> list[Need]:
+        return [Need(*pair) for pair in zip(holding.loads, holding.transients, strict=True)]
 
     def _made(self, holding: Holding, sizes: Sequence[int]) -> Found:
         return self.make(self.keeping.layout_of(holding), sizes, self.keeping.filed(holding))

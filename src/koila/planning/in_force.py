@@ -20,7 +20,7 @@ from koila.ir.numbers import structure_of
 from koila.ir.source import user_site
 from koila.planning.decide import Decision, decide
 from koila.planning.search import RECOMPUTING, Recipe
-from koila.planning.trials import Trial, Way
+from koila.planning.trials import SHARES, Trial, Way
 
 MAX_STEPS = 5_000
 """Decisions are kept as long as their plans and joint graphs have fewer steps and nodes in all; each takes about 1.5
@@ -125,10 +125,10 @@ def _tried(job: Job, running: Decision) -> Decision:
 def _otherwise(job: Job, best: Decision, way: Way) -> Decision | None:
     """Another decision for the same job that may be faster than the best one so far; None if there is none."""
     assert best.projection is not None and best.seconds is not None
-    if way == "uncut":
-        asked = replace(job, levers=RECOMPUTING)
+    if way in SHARES:
+        asked = job.within(replace(job.budget, allowed_bytes=int(SHARES[way] * best.projection.peak_bytes)))
     else:
-        asked = job.within(replace(job.budget, allowed_bytes=best.projection.peak_bytes // 2))
+        asked = replace(job, levers=RECOMPUTING)
     try:
         found = decide(asked)
     except BudgetError:

@@ -110,7 +110,7 @@ def kept_bytes(layout: Layout, streamed: bool = False) -> int:
 
 _FEW = 600
 """Programs of few nodes may take a little longer for each of them."""
-_FIND, _FIT, _SMALLEST = 16, 6, 12
+_FIND, _FIT, _SMALLEST = 20, 6, 12
 """Steps for each node of a program that a search, one plan in it, and the search for the smallest plan may do."""
 _PAGING = 0.05
 """Where the pages of the heap take more than this share of a plan's time, one of half the size may be faster."""
@@ -232,22 +232,22 @@ class Search:
             events.count("plan::search cut short")
         if not best and thorough and self.smallest()[1].peak_bytes <= allowed:
             best = [self.smallest()]
-        return self._by_eager_kernels(best[0], allowed) if best else None
+        return self._preferred(best[0], allowed) if best else None
 
-    def _by_eager_kernels(self, found: Found, allowed: int) -> Found:
+    def _preferred(self, found: Found, allowed: int) -> Found:
         """A plan that leaves the program uncut keeps eager's kernels, if that fits and takes no longer to speak of."""
-        facts = None if found[0].facts is self.facts else self.whole_facts()
-        if facts is None:
-            return found
-        plan = make_plan(make_layout(facts), facts.num_samples)
-        same = self._fit(plan, allowed, levers=self.levers - {"region"})
+        same = self._by_eager_kernels(allowed) if found[0].facts is not self.facts else None
         return found if same is None or expected_seconds(same) > _ALIKE * expected_seconds(found) else same
 
     @cached_property
     def _uncut(self) -> Plan | None:
         """The program with nothing cut along the batch."""
-        facts = self.uncut_facts()
-        return None if facts is None else make_plan(make_layout(facts), facts.num_samples)
+        return _as_it_is(self.uncut_facts())
+
+    @cached_property
+    def _whole(self) -> Plan | None:
+        """The same with eager's own kernels."""
+        return _as_it_is(self.whole_facts())
 
     @cached_property
     def _price(self) -> tuple[bool, int]:
@@ -262,16 +262,25 @@ class Search:
         """What every plan holds in the end."""
         return sum(self.layout.catalogue.state_bytes(item) for item in self.facts.results if item is not None)
 
-    def _shrunk(self, allowed: int, effort: float = _FIT) -> Found | None:
-        """The uncut program within so many bytes, where cutting costs something."""
+    def _may_stay_uncut(self, allowed: int) -> bool:
+        """Whether cutting costs something, so that the uncut program may be the faster one within so many bytes."""
         repeats, kept = self._price
-        if "recompute" not in self.levers or self._result_bytes > allowed or not (repeats or kept > allowed / 16):
+        return "recompute" in self.levers and self._result_bytes <= allowed and (repeats or kept > allowed / 16)
+
+    def _shrunk(self, allowed: int, effort: float = _FIT) -> Found | None:
+        """The uncut program within so many bytes."""
+        return self._fit_uncut(self._uncut, allowed, effort) if self._may_stay_uncut(allowed) else None
+
+    def _by_eager_kernels(self, allowed: int) -> Found | None:
+        """The uncut program within so many bytes, by eager's own kernels."""
+        return self._fit_uncut(self._whole, allowed, _FIT) if self._may_stay_uncut(allowed) else None
+
+    def _fit_uncut(self, plan: Plan | None, allowed: int, effort: float) -> Found | None:
+        if plan is None:
             return None
-        if self._uncut is None:
-            return None
-        self._charge(self._uncut)
+        self._charge(plan)
         # Regions are for what stands in a chunk; here, they would take most of the time and seldom help.
-        return self._fit(self._uncut, allowed, effort, self.levers - {"region"})
+        return self._fit(plan, allowed, effort, self.levers - {"region"})
 
     def _fit(
         self, plan: Plan, allowed: int, effort: float = _FIT, levers: frozenset[str] | None = None
@@ -282,10 +291,9 @@ class Search:
     def _fitting(self, allowed: int) -> Iterator[Found]:
         """Plans that fit: the batch as it is, shrunk; then cut, with all that crosses phases kept, or part of it."""
         best = float("inf")
-        shrunk = self._shrunk(allowed)
-        if shrunk is not None:
-            best = expected_seconds(shrunk)
-            yield shrunk
+        for uncut in filter(None, (self._shrunk(allowed), self._by_eager_kernels(allowed))):
+            best = min(best, expected_seconds(uncut))
+            yield uncut
         for held in self._held.within(allowed) if self._held else ():
             best = min(best, expected_seconds(held))
             yield held
@@ -400,6 +408,11 @@ class Search:
             else:
                 lower(found)
                 high = found[1].peak_bytes
+
+
+def _as_it_is(facts: Facts | None) -> Plan | None:
+    """The plan that does all of it at once."""
+    return None if facts is None else make_plan(make_layout(facts), facts.num_samples)
 
 
 _EXACT = 0.02

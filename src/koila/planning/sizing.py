@@ -18,6 +18,8 @@ Found = tuple[Plan, Projection]
 """A plan and its bytes."""
 _ROUNDS = 4
 """So many times sizes are corrected."""
+_ROUNDS_ALIKE = 2
+"""So many sizes are tried for all phases."""
 
 
 def paging_seconds(found: Found) -> float:
@@ -51,6 +53,21 @@ class Need:
     """Whatever the size of its chunks."""
     transient_bytes: int
     """For the values of a chunk, if it were all of the batch."""
+
+
+def all_alike(
+    needs: Sequence[Need], allowed: int, sizes: Sequence[int], make: Callable[[Sequence[int]], Found]
+) -> Found | None:
+    """The plan with the largest chunks that fit if all phases have the same, as far as a few tries find them.
+
+    Where phases differ in size, what one reads from larger pieces than its own is there until the last of it is read.
+    """
+    place = max(_guess(need, allowed, sizes) for need in needs)
+    for size in sizes[place : place + _ROUNDS_ALIKE]:
+        found = make([size] * len(needs))
+        if found[1].peak_bytes <= allowed:
+            return found
+    return None
 
 
 def largest_fitting(

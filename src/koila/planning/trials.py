@@ -1,11 +1,11 @@
 """Trials: what fits is tried in steps of the user's own loop, and the plan that was measured to be the fastest stays.
 
 *Takes* how long the steps by a plan took. *Gives* what is to be tried next: a plan of half the bytes, as long as that
-is faster, then one that cuts nothing. A step is the same work whatever plan it runs by, and its numbers are equal up to
-the order of summation, so a trial loses at most what a slower plan takes longer in a few steps. Looking for plans takes
-a bounded share of the loop's time.
+is faster, then one of three quarters, as long as that is, then one that cuts nothing. A step is the same work whatever
+plan it runs by, and its numbers are equal up to the order of summation, so a trial loses at most what a slower plan
+takes longer in a few steps. Looking for plans takes a bounded share of the loop's time.
 
-Not optimal: the plans that are tried are those that a search finds for these two questions, each by its own expected
+Not optimal: the plans that are tried are those that a search finds for these questions, each by its own expected
 time. Nothing is tried twice, and what is found holds for one program at one size.
 """
 
@@ -14,7 +14,9 @@ from __future__ import annotations
 from typing import Generic, Literal, TypeVar
 
 T = TypeVar("T")
-Way = Literal["smaller", "uncut"]
+Way = Literal["half", "three quarters", "uncut"]
+SHARES: dict[Way, float] = {"half": 0.5, "three quarters": 0.75}
+"""The bytes that another plan may have, as a share of those of the best one so far."""
 
 SHARE = 0.1
 """The share of the time of a loop's steps that may be spent on looking for other plans; 0: none is tried."""
@@ -28,14 +30,15 @@ class Trial(Generic[T]):
     """The plans of one program that were tried, and the one that is running.
 
     >>> trial = Trial("first", planning_seconds=0.0)
-    >>> for plan, seconds in (("first", 2.0), ("half", 1.5), ("quarter", 1.6), ("whole", 1.4)):
+    >>> for plan, seconds in (("first", 2.0), ("half", 1.5), ("quarter", 1.6), ("less", 1.55), ("whole", 1.4)):
     ...     trial.running = plan
     ...     for _ in range(1 + NUM_STEPS):
     ...         trial.note(seconds)
     ...     print(plan, trial.next_way(), trial.best)
-    first smaller first
-    half smaller half
-    quarter uncut half
+    first half first
+    half half half
+    quarter three quarters half
+    less uncut half
     whole None whole
     """
 
@@ -47,7 +50,7 @@ class Trial(Generic[T]):
         self._seconds: list[float] = []
         self._way: Way | None = None
         """How the running plan was found; None for the first one."""
-        self._ways: list[Way] = ["smaller", "uncut"]
+        self._ways: list[Way] = [*SHARES, "uncut"]
         """What is left to try."""
 
     @property
