@@ -16,10 +16,10 @@ from typing import Any
 
 from koila import events
 from koila.analysis.family import MAX_SAMPLES, Family, Sample
-from koila.analysis.formulas import NoFormula
 from koila.analysis.split import Facts, Origin, analyse
 from koila.analysis.trace import Joint, trace
 from koila.ir.cache import Cache
+from koila.ir.formulas import NoFormula
 from koila.ir.graph import Graph
 from koila.ir.job import Demand, Wanted
 from koila.ir.numbers import num_input_numbers, numbers_of, structure_of
