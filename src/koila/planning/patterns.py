@@ -108,6 +108,8 @@ class _Pattern:
         rows = zip(*(schedule.steps for schedule in schedules), strict=True)
         self.steps = [self._step(row, alignment, samples[0].items) for row in rows]
         self.numbers = tuple(alignment.places)
+        self.token = object()
+        """Stands for it wherever its schedules are known again."""
         fixed = (pattern.step for pattern in self.steps if pattern.is_fixed)
         self.fixed_forms = {step.value: step.work.form for step in fixed}
 
@@ -151,7 +153,7 @@ class _Pattern:
             raise NoFormula("an input is not as its formula says")
         made = _Filling(self.chunk, numbers, items, {**self.fixed_forms, **dict(enumerate(forms))})
         steps = tuple([pattern.step if pattern.is_fixed else made.step(pattern) for pattern in self.steps])
-        return Schedule(self.inputs, steps, wholes, tuple(sinks), self.chunk, tuple(forms))
+        return Schedule(self.inputs, steps, wholes, tuple(sinks), self.chunk, tuple(forms), pattern=self.token)
 
 
 class _Filling:

@@ -20,13 +20,16 @@ from koila.analysis.split import Facts, Item
 from koila.errors import BudgetError
 from koila.planning.effort import attempt, spend
 from koila.planning.held_plans import HeldPlans
+from koila.planning.layouts import layout_of
+from koila.planning.levers.recompute import made_again
 from koila.planning.levers.shrink import LEVERS, shrink
 from koila.planning.peak import peak_alone, project
-from koila.planning.phases import Layout, make_layout
+from koila.planning.phases import Layout
 from koila.planning.plan import Known, Phase, Plan, make_plan, stream_source
 from koila.planning.rates import LARGE
 from koila.planning.schedule import Schedule
 from koila.planning.sizing import Found, expected_seconds, nested_sizes, paging_seconds
+from koila.planning.step import Move
 
 
 def chunk_sizes(num_samples: int, granule: int) -> list[int]:
@@ -118,6 +121,14 @@ _ALIKE = 1.1
 """Plans whose expected seconds differ less may take the same time."""
 
 
+Moves = tuple[tuple[tuple[int, int | None], tuple[Move, ...]], ...]
+"""By section and chunk size of a plan, the moves in its schedule."""
+_MOVES = 4
+"""So many lists of moves are tried at a new size."""
+_ROOM = 0.7
+"""Moves that use less of a budget than this were made for a much larger size: others are looked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How a plan was made, in terms that hold at other sizes."""
@@ -127,6 +138,30 @@ class Recipe:
     chunk_size: int
     is_uncut: bool = False
     """Whether nothing is cut along the batch."""
+    moves: tuple[Moves, ...] = ()
+    """What levers have done to the schedules of such plans, the latest first."""
+
+
+def moves_of(plan: Plan) -> Moves | None:
+    """What levers have done to the schedules of a plan; None if it cannot be done again at other sizes."""
+    found: dict[tuple[int, int | None], tuple[Move, ...]] = {}
+    for section, schedule in plan.by_section:
+        if schedule.moves is None:
+            return None
+        if schedule.moves:
+            found[section, schedule.chunk] = schedule.moves
+    return tuple(found.items())
+
+
+def with_moves(plan: Plan, moves: Moves) -> Plan | None:
+    """The plan with the same moves made in its schedules; None if they were made in others."""
+    given = dict(moves)
+
+    def change(schedule: Schedule, section: int) -> Schedule | None:
+        made = given.get((section, schedule.chunk))
+        return schedule if made is None else made_again(schedule, made)
+
+    return map_schedules(plan, change)
 
 
 class Search:
@@ -153,7 +188,7 @@ class Search:
     @cached_property
     def layout(self) -> Layout:
         """The layout that keeps whatever would be computed again at length."""
-        return make_layout(self.facts)
+        return layout_of(self.facts)
 
     def plain(self, level: int, size: int) -> Found:
         """The plan for a chunk size, without levers inside its schedules."""
@@ -186,18 +221,21 @@ class Search:
             raise refusal(smallest.peak_bytes, allowed, smallest.largest)
         return found
 
-    def recipe(self, plan: Plan) -> Recipe:
-        """How a plan of this search was made."""
+    def recipe(self, plan: Plan, before: Recipe | None = None) -> Recipe:
+        """How a plan of this search was made, and the one at another size before it."""
+        made = moves_of(plan)
+        known = (*((made,) if made else ()), *(() if before is None else before.moves))
+        moves = tuple(dict.fromkeys(known))[:_MOVES]
         if plan.facts is not self.facts:
-            return Recipe(0, plan.chunk_size, is_uncut=True)
+            return Recipe(0, plan.chunk_size, True, moves)
         level = 1 if plan.layout is not self.layout else -1 if plan.offloaded else 0
-        return Recipe(level, plan.chunk_size)
+        return Recipe(level, plan.chunk_size, False, moves)
 
     def like(self, recipe: Recipe, allowed: int) -> Found | None:
         """The plan that a recipe from another size makes of this program, if it fits; chunks may be larger."""
         self._charged.clear()
         if recipe.is_uncut:
-            return self._shrunk(allowed)
+            return self._with_moves(self._uncut, recipe, allowed) or self._shrunk(allowed)
         if recipe.level > 0:
             return next(self._held.within(allowed), None) if self._held else None
         if recipe.level not in self._levels:
@@ -208,7 +246,23 @@ class Search:
         if self.sizes[larger] >= 2 * self.sizes[place]:
             other = self.plain(recipe.level, self.sizes[larger])
             found = other if other[1].peak_bytes <= allowed else found
-        return found if found[1].peak_bytes <= allowed else self._fit(found[0], allowed)
+        if found[1].peak_bytes <= allowed:
+            return found
+        return self._with_moves(found[0], recipe, allowed) or self._fit(found[0], allowed)
+
+    def _with_moves(self, plan: Plan | None, recipe: Recipe, allowed: int) -> Found | None:
+        """The plan with the moves of a recipe made in it, the fewest that fit."""
+        if plan is None or project(plan).peak_bytes <= allowed:
+            return None
+        for moves in sorted(recipe.moves, key=lambda moves: sum(len(made) for _, made in moves)):
+            changed = with_moves(plan, moves)
+            projection = None if changed is None else project(changed)
+            if changed is not None and projection is not None and projection.peak_bytes <= allowed:
+                if projection.peak_bytes < _ROOM * allowed:
+                    return None
+                events.count("plan::moves made again")
+                return changed, projection
+        return None
 
     def find(self, allowed: int, thorough: bool = True) -> Found | None:
         """The same, or None. A thorough search looks for the smallest plan before it gives up, which takes longer."""
@@ -239,7 +293,7 @@ class Search:
         facts = None if found[0].facts is self.facts else self.whole_facts()
         if facts is None:
             return found
-        plan = make_plan(make_layout(facts), facts.num_samples)
+        plan = make_plan(layout_of(facts), facts.num_samples)
         same = self._fit(plan, allowed, levers=self.levers - {"region"})
         return found if same is None or expected_seconds(same) > _ALIKE * expected_seconds(found) else same
 
@@ -247,7 +301,7 @@ class Search:
     def _uncut(self) -> Plan | None:
         """The program with nothing cut along the batch."""
         facts = self.uncut_facts()
-        return None if facts is None else make_plan(make_layout(facts), facts.num_samples)
+        return None if facts is None else make_plan(layout_of(facts), facts.num_samples)
 
     @cached_property
     def _price(self) -> tuple[bool, int]:
