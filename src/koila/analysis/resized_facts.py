@@ -164,7 +164,8 @@ class _Filling:
     def _asked(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
             source, index = node.args
-            return part_type(self.types[source.name], int(index))  # type: ignore[union-attr, arg-type]
+            assert isinstance(source, fx.Node) and isinstance(index, int)
+            return part_type(self.types[source.name], index)
         ruling = rule_again(node, self.types, self.num_samples)
         if ruling is None:
             raise NoFormula("an operator is not cut any more")
@@ -181,7 +182,8 @@ class _Filling:
             return tuple(map(self._filled, tree))
         if not isinstance(tree, _Varying):
             return tree
-        return Sliced(*(part(self.symbols) if isinstance(part, Formula) else part for part in tree.parts))
+        parts: list[Any] = [part(self.symbols) if isinstance(part, Formula) else part for part in tree.parts]
+        return Sliced(*parts)
 
 
 def _operands_first(rows: Sequence[_Row]) -> list[int]:

@@ -66,7 +66,7 @@ class _Resizer:
 
 
 def _sized(first: PrePass, tree: list[Any], symbols: Sequence[Number]) -> PrePass:
-    found = tuple([number(symbols) if type(number) is Formula else number for number in tree])
+    found: tuple[Any, ...] = tuple([number(symbols) if type(number) is Formula else number for number in tree])
     shape, stride = found[: len(first.shape)], found[len(first.shape) :]
     if not _is_dense(shape, stride):
         raise NoFormula("a result does not lie in dense memory")
