@@ -18,9 +18,12 @@ from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
+import torch
+
 from koila._torch import OpOverload
 from koila.analysis.marks import Slot, SlotArgument
 from koila.analysis.split import Item
+from koila.analysis.types import Sliced
 from koila.execution.kernels import add_product, kernel_of
 from koila.execution.offload import fetch, offload
 from koila.ir.cache import Cache
@@ -40,8 +43,8 @@ class Loop:
     function: Callable[..., None]
     """(whole values, first sample, sample after the last, slots, sink, numbers, memory in the arena) → nothing; the
     sink gets (index, value)."""
-    numbers: tuple[int | float, ...]
-    """The sizes that stand in the calls."""
+    numbers: tuple[Any, ...]
+    """The numbers that stand in the calls, and the split types, which have sizes in them."""
     placed: tuple[tuple[int, Form], ...]
     """The results that it writes into an arena: the offset and the layout of each."""
     wholes: tuple[Item, ...]
@@ -58,10 +61,16 @@ class Loop:
     """The positions of the steps with numbers among their arguments."""
     in_text: tuple[int, ...] = ()
     """The numbers that stand in the text."""
+    is_for_all_sizes: bool = False
+    """Whether nothing else about it may depend on sizes."""
 
 
 _SMALL = 4
 """Whole numbers up to this stand in the text: they are dimensions and flags, mostly."""
+_SIZED = (int, float, Sliced)
+"""What is handed to the function: it differs from size to size."""
+_SIZELESS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""What is the same at all sizes, of what arguments are besides."""
 _FILENAME = "<koila schedule>"
 _RECORDED = "recorded"
 """The global in which a function has, for each line of its text, the number of the recorded call."""
@@ -85,8 +94,9 @@ class _Writer:
         self.globals: dict[str, Any] = {}
         self.known: dict[int, str] = {}
         self.slots: dict[Slot, int] = {}
-        self.numbers: list[int | float] = []
+        self.numbers: list[Any] = []
         self.in_text: list[int] = []
+        self.is_for_all_sizes = True
         self.names = {value: f"w[{value}]" for value in range(len(schedule.inputs))}
         self.counts: Counter[OpOverload] = Counter()
 
@@ -110,7 +120,7 @@ class _Writer:
         numbers, placed = tuple(self.numbers), tuple(self.placed)
         return Loop(
             function, numbers, placed, wholes, sinks, destinations, tuple(self.slots), executed, tuple(numbered),
-            tuple(self.in_text),
+            tuple(self.in_text), self.is_for_all_sizes,
         )  # fmt: skip
 
     def _statement(self, step: Step) -> str:
@@ -169,13 +179,14 @@ class _Writer:
         if kind is int and abs(value) <= _SMALL:
             self.in_text.append(value)
             return repr(value)
-        if kind is int or kind is float:
+        if kind in _SIZED:
             self.numbers.append(value)
             return f"n[{len(self.numbers) - 1}]"
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join([self._literal(item, operands) for item in value]) + "]"
         if isinstance(value, SlotArgument):
             return f"slots[{self._slot(value.slot)}]"
+        self.is_for_all_sizes = self.is_for_all_sizes and (kind is Bound or kind in _SIZELESS)
         return str(value.value) if kind is Bound else self._constant(value)
 
     def _constant(self, value: Any) -> str:
@@ -199,13 +210,13 @@ _likes: Cache[Loop] = Cache("loop_cache", 16_384, lambda loop: sum(loop.executed
 """By likeness of schedules and what they write over what, the function of the first; weighed by its calls."""
 
 
-def _numbers(tree: Any, outside: list[int | float], in_text: list[int]) -> None:
+def _numbers(tree: Any, outside: list[Any], in_text: list[int]) -> None:
     """The numbers among arguments, in the order in which they are written."""
     for value in tree:
         kind = type(value)
         if kind is int and abs(value) <= _SMALL:
             in_text.append(value)
-        elif kind is int or kind is float:
+        elif kind in _SIZED:
             outside.append(value)
         elif isinstance(value, (list, tuple)):
             _numbers(value, outside, in_text)
@@ -213,7 +224,7 @@ def _numbers(tree: Any, outside: list[int | float], in_text: list[int]) -> None:
 
 def _like(loop: Loop, schedule: Schedule) -> Loop | None:
     """The function of a schedule from that of another one that differs in sizes; None if a size stands in the text."""
-    outside: list[int | float] = []
+    outside: list[Any] = []
     in_text: list[int] = []
     for position in loop.numbered:
         operation = schedule.steps[position].work.operation
@@ -238,5 +249,6 @@ def compile_schedule(
     found = None if known is None else _like(known, schedule)
     if found is None:
         found = _Writer(schedule, sub_plan_code, offsets).write()
-        _likes.add(key, replace(found, wholes=(), sinks=()))
+        if found.is_for_all_sizes:
+            _likes.add(key, replace(found, wholes=(), sinks=()))
     return found
