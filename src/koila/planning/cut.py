@@ -22,7 +22,8 @@ from koila.planning.levers.offload import copying_bytes
 from koila.planning.peak import Projection, project
 from koila.planning.placement import arena_for
 from koila.planning.plan import Plan, make_plan
-from koila.planning.search import ALL, Recipe, Search
+from koila.planning.recipes import Recipe
+from koila.planning.search import ALL, Search
 from koila.planning.sizing import expected_seconds
 from koila.planning.whole_peak import drawn_bytes, leaf_bytes
 
@@ -106,7 +107,7 @@ class Cutter:
             return None
         placed = self._in_arena(*found, allowed_bytes - outside)
         cut = _with_copies(self._cut(wanted, *placed, search.facts), allowed_bytes)
-        return replace(cut, recipe=search.recipe(found[0], recipe))
+        return replace(cut, recipe=search.recipe(found, recipe))
 
     def smallest(self, wanted: Wanted) -> Refused:
         """The smallest budget that would do, and what stands in the way."""

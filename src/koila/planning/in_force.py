@@ -19,7 +19,8 @@ from koila.ir.job import Job, Wanted
 from koila.ir.numbers import structure_of
 from koila.ir.source import user_site
 from koila.planning.decide import Decision, decide
-from koila.planning.search import RECOMPUTING, Recipe
+from koila.planning.recipes import Recipe
+from koila.planning.search import RECOMPUTING
 from koila.planning.trials import Trial, Way
 
 MAX_STEPS = 5_000

@@ -11,7 +11,6 @@ one use to the next, with a chunk size for each phase. Not optimal: chunk sizes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 
 from koila import events
@@ -21,15 +20,14 @@ from koila.errors import BudgetError
 from koila.planning.effort import attempt, spend
 from koila.planning.held_plans import HeldPlans
 from koila.planning.layouts import layout_of
-from koila.planning.levers.recompute import made_again
 from koila.planning.levers.shrink import LEVERS, shrink
 from koila.planning.peak import peak_alone, project
 from koila.planning.phases import Layout
-from koila.planning.plan import Known, Phase, Plan, make_plan, stream_source
+from koila.planning.plan import Known, Plan, make_plan, stream_source
 from koila.planning.rates import LARGE
+from koila.planning.recipes import Made, Recipe, map_schedules, moves_of, with_moves
 from koila.planning.schedule import Schedule
 from koila.planning.sizing import Found, expected_seconds, nested_sizes, paging_seconds
-from koila.planning.step import Move
 
 
 def chunk_sizes(num_samples: int, granule: int) -> list[int]:
@@ -61,19 +59,6 @@ def _largest_result(schedule: Schedule) -> int:
     storages, written = schedule.storages, schedule.overwritten
     pairs = zip(storages.owners, storages.num_bytes, strict=True)
     return max((size for (value, _), size in pairs if value not in written), default=0)
-
-
-def map_schedules(plan: Plan, change: Callable[[Schedule, int], Schedule | None]) -> Plan | None:
-    """The plan with every schedule changed, given its section; None if one cannot be."""
-    phases: list[Phase] = []
-    for number, phase in enumerate(plan.phases):
-        before = change(phase.before, 2 * number)
-        loops = {size: change(loop, 2 * number + 1) for size, loop in phase.loops.items()}
-        if before is None or any(loop is None for loop in loops.values()):
-            return None
-        phases.append(replace(phase, before=before, loops=loops))  # type: ignore[arg-type]
-    after = change(plan.after, 2 * len(plan.phases))
-    return None if after is None else replace(plan, phases=tuple(phases), after=after)
 
 
 def fit(plan: Plan, allowed: int, levers: frozenset[str] = LEVERS) -> Found | None:
@@ -121,47 +106,12 @@ _ALIKE = 1.1
 """Plans whose expected seconds differ less may take the same time."""
 
 
-Moves = tuple[tuple[tuple[int, int | None], tuple[Move, ...]], ...]
-"""By section and chunk size of a plan, the moves in its schedule."""
-_MOVES = 4
-"""So many lists of moves are tried at a new size."""
+_MOVES = 8
+"""The moves of so many sizes are remembered."""
 _ROOM = 0.7
 """Moves that use less of a budget than this were made for a much larger size: others are looked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a plan was made, in terms that hold at other sizes."""
-
-    level: int
-    """How much is kept between phases: 0 all of it, -1 all of it, in a file, otherwise what the budget allows."""
-    chunk_size: int
-    is_uncut: bool = False
-    """Whether nothing is cut along the batch."""
-    moves: tuple[Moves, ...] = ()
-    """What levers have done to the schedules of such plans, the latest first."""
-
-
-def moves_of(plan: Plan) -> Moves | None:
-    """What levers have done to the schedules of a plan; None if it cannot be done again at other sizes."""
-    found: dict[tuple[int, int | None], tuple[Move, ...]] = {}
-    for section, schedule in plan.by_section:
-        if schedule.moves is None:
-            return None
-        if schedule.moves:
-            found[section, schedule.chunk] = schedule.moves
-    return tuple(found.items())
-
-
-def with_moves(plan: Plan, moves: Moves) -> Plan | None:
-    """The plan with the same moves made in its schedules; None if they were made in others."""
-    given = dict(moves)
-
-    def change(schedule: Schedule, section: int) -> Schedule | None:
-        made = given.get((section, schedule.chunk))
-        return schedule if made is None else made_again(schedule, made)
-
-    return map_schedules(plan, change)
+_ABOUT = 1.05
+"""Moves that would use more of it are not tried, if bytes grow with those of the plan without them."""
 
 
 class Search:
@@ -221,21 +171,22 @@ class Search:
             raise refusal(smallest.peak_bytes, allowed, smallest.largest)
         return found
 
-    def recipe(self, plan: Plan, before: Recipe | None = None) -> Recipe:
-        """How a plan of this search was made, and the one at another size before it."""
-        made = moves_of(plan)
-        known = (*((made,) if made else ()), *(() if before is None else before.moves))
-        moves = tuple(dict.fromkeys(known))[:_MOVES]
-        if plan.facts is not self.facts:
-            return Recipe(0, plan.chunk_size, True, moves)
-        level = 1 if plan.layout is not self.layout else -1 if plan.offloaded else 0
-        return Recipe(level, plan.chunk_size, False, moves)
+    def recipe(self, found: Found, before: Recipe | None = None) -> Recipe:
+        """How a plan of this search was made, and others at other sizes before it."""
+        plan, is_uncut = found[0], found[0].facts is not self.facts
+        level = 0 if is_uncut else 1 if plan.layout is not self.layout else -1 if plan.offloaded else 0
+        known = () if before is None else before.made
+        moves, plain = moves_of(plan), None if is_uncut else self._plans.get((level, plan.chunk_size))
+        if moves and plain is not None:
+            others = [made for made in known if made.moves != moves]
+            known = (Made(moves, plain[1].peak_bytes, found[1].peak_bytes), *others[: _MOVES - 1])
+        return Recipe(level, plan.chunk_size, is_uncut, known)
 
     def like(self, recipe: Recipe, allowed: int) -> Found | None:
         """The plan that a recipe from another size makes of this program, if it fits; chunks may be larger."""
         self._charged.clear()
         if recipe.is_uncut:
-            return self._with_moves(self._uncut, recipe, allowed) or self._shrunk(allowed)
+            return self._shrunk(allowed)
         if recipe.level > 0:
             return next(self._held.within(allowed), None) if self._held else None
         if recipe.level not in self._levels:
@@ -248,14 +199,14 @@ class Search:
             found = other if other[1].peak_bytes <= allowed else found
         if found[1].peak_bytes <= allowed:
             return found
-        return self._with_moves(found[0], recipe, allowed) or self._fit(found[0], allowed)
+        return self._made_again(found, recipe, allowed) or self._fit(found[0], allowed)
 
-    def _with_moves(self, plan: Plan | None, recipe: Recipe, allowed: int) -> Found | None:
-        """The plan with the moves of a recipe made in it, the fewest that fit."""
-        if plan is None or project(plan).peak_bytes <= allowed:
-            return None
-        for moves in sorted(recipe.moves, key=lambda moves: sum(len(made) for _, made in moves)):
-            changed = with_moves(plan, moves)
+    def _made_again(self, plain: Found, recipe: Recipe, allowed: int) -> Found | None:
+        """The plan with the moves of another size made in it: the fewest that may fit, if they do."""
+        num_bytes = plain[1].peak_bytes
+        likely = [made for made in recipe.made if made.expected_bytes(num_bytes) <= _ABOUT * allowed]
+        for made in sorted(likely, key=lambda made: made.num_steps):
+            changed = with_moves(plain[0], made.moves)
             projection = None if changed is None else project(changed)
             if changed is not None and projection is not None and projection.peak_bytes <= allowed:
                 if projection.peak_bytes < _ROOM * allowed:
