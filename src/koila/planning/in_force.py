@@ -166,7 +166,9 @@ def _asked_here(error: BudgetError) -> BudgetError:
     )  # fmt: skip
 
 
-_recipes: Cache[dict[Wanted, Recipe]] = Cache("recipe_cache", 256)
+_recipes: Cache[dict[Wanted, Recipe]] = Cache(
+    "recipe_cache", 16_384, lambda recipes: 64 + sum(recipe.num_moves for recipe in recipes.values()), 4
+)
 """By structure and budget, how the latest plans were made."""
 
 
