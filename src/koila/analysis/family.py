@@ -20,9 +20,9 @@ from torch import fx
 
 from koila._torch import FakeTensorMode, OpOverload, in_turn, without_modes
 from koila._torch.graphs import add_node
-from koila.analysis.formulas import SMALL, Formula, Formulas, NoFormula
 from koila.analysis.marks import SlotArgument
 from koila.analysis.trace import Joint, Traced, inputs_of
+from koila.ir.formulas import SMALL, Formula, Formulas, NoFormula
 from koila.ir.graph import Graph
 from koila.ir.job import Demand
 from koila.ir.meta_kernels import known_result

@@ -9,17 +9,18 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from koila import events
 from koila.analysis.family import MAX_SAMPLES, Family, Sample
-from koila.analysis.formulas import NoFormula
+from koila.analysis.resized_facts import known_facts, note_facts
 from koila.analysis.split import Facts, Origin, analyse
 from koila.analysis.trace import Joint, trace
 from koila.ir.cache import Cache
+from koila.ir.formulas import NoFormula
 from koila.ir.graph import Graph
 from koila.ir.job import Demand, Wanted
 from koila.ir.numbers import num_input_numbers, numbers_of, structure_of
@@ -84,12 +85,11 @@ class Program:
 
     def facts(self, wanted: Wanted) -> Facts:
         """How the program can be cut; a batch of one is not, but parts of it can be along other axes."""
-        batches = self.graph.batches if self.num_samples > 1 else {}
-        return analyse(self.joint, batches, self.num_samples, self.results(wanted), self._origin(wanted, "cut"))
+        return self._facts(self.joint, self.graph.batches if self.num_samples > 1 else {}, wanted, "cut")
 
     def uncut_facts(self, wanted: Wanted) -> Facts:
         """The program with nothing cut along the batch."""
-        return analyse(self.joint, {}, self.num_samples, self.results(wanted), self._origin(wanted, "uncut"))
+        return self._facts(self.joint, {}, wanted, "uncut")
 
     def whole_facts(self, wanted: Wanted) -> Facts | None:
         """The same with the kernels of eager; this traces the program again."""
@@ -99,7 +99,15 @@ class Program:
             return None
         if not set(joint.pinned) <= set(self.joint.pinned):
             return None  # It holds for numbers that vary.
-        return analyse(joint, {}, self.num_samples, self.results(wanted), self._origin(wanted, "whole norms"))
+        return self._facts(joint, {}, wanted, "whole norms")
+
+    def _facts(self, joint: Joint, batches: Mapping[int, int], wanted: Wanted, kind: str) -> Facts:
+        """The facts about a joint graph: from those of other sizes of the program, or else found out."""
+        origin = self._origin(wanted, kind)
+        known = known_facts(joint, self.num_samples, origin)
+        if known is not None:
+            return known
+        return note_facts(analyse(joint, batches, self.num_samples, self.results(wanted), origin), origin)
 
     def _origin(self, wanted: Wanted, kind: str) -> Origin:
         structure = (structure_of(self.graph), self.demand, wanted, kind)

@@ -23,6 +23,8 @@ from koila.analysis.rules import rule_for
 from koila.analysis.trace import Input, Joint
 from koila.analysis.types import OPAQUE, WHOLE, Merged, Sliced, SplitType, Whole
 from koila.analysis.uniform import operand_types
+from koila.errors import AnalysisError
+from koila.ir.cache import HashedOnce
 from koila.ir.numbers import Number
 from koila.ir.tree import leaves
 
@@ -39,11 +41,13 @@ class Item:
     operands: tuple[Item, ...] = ()
     """What it is made from, in the order of the tensors among the node's arguments."""
     ruling: ChunkRule | None = None
-    """For a chunk: how the operator's arguments change."""
+    """For a chunk: how the operator's arguments change; see `Facts.ruling_of`."""
     index: int | None = None
     """For `part` and the like: which result of an operator with several."""
     phase: int = 0
     """For chunk items: the earliest phase that can compute it; for whole ones: the first phase that can use it."""
+    is_remade: bool = False
+    """For a chunk: whether it is a Whole value that is made again, chunk by chunk, from chunks of its operands."""
 
     @property
     def per_chunk(self) -> bool:
@@ -96,11 +100,23 @@ class Facts:
         """Equal for facts of other sizes whose items can stand for each other, one by one."""
         nodes = {node: place for place, node in enumerate(self.joint.module.graph.nodes)}
         places = self.places
-        return tuple(
+        return HashedOnce(tuple(
             (item.kind, nodes[item.node], tuple([places[operand] for operand in item.operands]), item.index, item.phase,
              _without_sizes(item.type))
             for item in self.items
-        )  # fmt: skip
+        ))  # fmt: skip
+
+    def ruling_of(self, item: Item) -> ChunkRule | None:
+        """How the arguments of an item's operator change for a chunk; None if it is no chunk.
+
+        Facts that come from other sizes have not asked the rules yet.
+
+        Raises:
+            AnalysisError: The rule gives another type than at those sizes.
+        """
+        if item.kind == "chunk" and item.ruling is None:
+            item.ruling = _ruling_again(item, self)
+        return item.ruling
 
     def forget(self) -> None:
         """Let go of what only planning asks for, often: a program that is planned takes less memory."""
@@ -206,8 +222,7 @@ class _Typing:
         if not source.per_chunk:
             whole = self._whole_call(node, [source])
             return self._resliced(whole, self.to_reslice.get(source, set()))
-        kind = source.type[index] if isinstance(source.type, tuple) else source.type
-        return Item("part", node, kind, (source,), index=index, phase=source.phase)
+        return Item("part", node, part_type(source.type, index), (source,), index=index, phase=source.phase)
 
     def _ruling(self, node: fx.Node, named: dict[str, Any]) -> ChunkRule | None:
         rule = rule_for(node.target)
@@ -296,7 +311,32 @@ class _Typing:
             for item, needed in zip(whole.operands, kinds, strict=True)
         )
         phase = max((item.phase for item in operands), default=0)
-        return Item("chunk", whole.node, kind, operands, ruling, phase=phase)
+        return Item("chunk", whole.node, kind, operands, ruling, phase=phase, is_remade=True)
+
+
+def rule_again(node: fx.Node, types: Mapping[str, Any], num_samples: int) -> ChunkRule | None:
+    """What the rule of a node's operator says, given the types of all nodes by name."""
+    rule, operand_of = rule_for(node.target), lambda value: operand_as(value, types[value.name])
+    call = describe_call(node, arguments_by_name(node), operand_of, num_samples)
+    return None if rule is None or call is None else rule(call)
+
+
+def part_type(kind: SplitType | tuple[SplitType, ...], index: int) -> SplitType:
+    """The type of one result of an operator with several."""
+    return kind[index] if isinstance(kind, tuple) else kind
+
+
+def _ruling_again(item: Item, facts: Facts) -> ChunkRule:
+    node = item.node
+    if item.is_remade:
+        assert isinstance(item.type, Sliced)
+        plan = operand_types(node, item.type, facts.num_samples)
+        ruling = None if plan is None else plan[0]
+    else:
+        ruling = rule_again(node, facts.types, facts.num_samples)
+    if ruling is None or ruling.result != item.type:
+        raise AnalysisError(f"{node.target} is cut otherwise than at other sizes")
+    return ruling
 
 
 def operand_as(node: fx.Node, kind: Any) -> Operand:

@@ -25,7 +25,7 @@ from koila.ir.draws import draw
 from koila.ir.graph import collect
 from koila.ir.infer import compute_shape, infer, infer_call
 from koila.ir.node import Node, Value, function_name, version_of
-from koila.ir.numbers import call_structure
+from koila.ir.numbers import call_numbers, call_structure
 from koila.ir.prepass import Inference, Output, is_plain, prepass_of
 from koila.ir.replay import Context, current_context
 from koila.ir.source import user_site
@@ -48,7 +48,8 @@ def _inference_for(func: Any, scan: Scan, cacheable: bool, context: Context) -> 
     if found is not None:
         return found, log.trie.current
     shape = shape_key(key, scan)
-    found = compute_shape(shape, lambda: infer_call(call_structure(shape), func, scan.args, scan.kwargs, scan.operands))
+    call = (func, scan.args, scan.kwargs, scan.operands)
+    found = compute_shape(shape, lambda: infer_call(call_structure(shape), *call, call_numbers(shape)))
     log.trie.insert(key, found, scan.numbers)
     return found, None
 

@@ -5,6 +5,8 @@ merged, kept or stored value is handed on as soon as it exists. When a value is 
 written over what, the schedule says: the code cannot do anything else than what was planned.
 
 Sizes are arguments of the function, not part of its text, so that schedules of all sizes of a program share their code.
+Of schedules that were filled from one pattern (`Schedule.likeness`) only the first is written: for the others, the
+numbers are read off the steps that have some.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
+
+import torch
 
 from koila._torch import OpOverload
 from koila.analysis.marks import Slot, SlotArgument
 from koila.analysis.split import Item
+from koila.analysis.types import Sliced
 from koila.execution.kernels import add_product, kernel_of
 from koila.execution.offload import fetch, offload
 from koila.ir.cache import Cache
@@ -38,8 +43,8 @@ class Loop:
     function: Callable[..., None]
     """(whole values, first sample, sample after the last, slots, sink, numbers, memory in the arena) → nothing; the
     sink gets (index, value)."""
-    numbers: tuple[int | float, ...]
-    """The sizes that stand in the calls."""
+    numbers: tuple[Any, ...]
+    """The numbers that stand in the calls, and the split types, which have sizes in them."""
     placed: tuple[tuple[int, Form], ...]
     """The results that it writes into an arena: the offset and the layout of each."""
     wholes: tuple[Item, ...]
@@ -52,10 +57,20 @@ class Loop:
     """The floats that it reads, which vary from step to step of a training loop."""
     executed: Counter[str]
     """How often each operator runs per call."""
+    numbered: tuple[int, ...] = ()
+    """The positions of the steps with numbers among their arguments."""
+    in_text: tuple[int, ...] = ()
+    """The numbers that stand in the text."""
+    is_for_all_sizes: bool = False
+    """Whether nothing else about it may depend on sizes."""
 
 
 _SMALL = 4
 """Whole numbers up to this stand in the text: they are dimensions and flags, mostly."""
+_SIZED = (int, float, Sliced)
+"""What is handed to the function: it differs from size to size."""
+_SIZELESS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""What is the same at all sizes, of what arguments are besides."""
 _FILENAME = "<koila schedule>"
 _RECORDED = "recorded"
 """The global in which a function has, for each line of its text, the number of the recorded call."""
@@ -79,15 +94,20 @@ class _Writer:
         self.globals: dict[str, Any] = {}
         self.known: dict[int, str] = {}
         self.slots: dict[Slot, int] = {}
-        self.numbers: list[int | float] = []
+        self.numbers: list[Any] = []
+        self.in_text: list[int] = []
+        self.is_for_all_sizes = True
         self.names = {value: f"w[{value}]" for value in range(len(schedule.inputs))}
         self.counts: Counter[OpOverload] = Counter()
 
     def write(self) -> Loop:
         schedule, lines, recorded = self.schedule, list[str](), list[int | None]()
+        numbered: list[int] = []
         for number, (step, dying) in enumerate(zip(schedule.steps, schedule.dying, strict=True)):
             self.names[step.value] = f"v{number}"
+            before = len(self.numbers) + len(self.in_text)
             lines.append(self._statement(step))
+            numbered += [number] if len(self.numbers) + len(self.in_text) > before else []
             lines += [f"{self.names[value]} = None" for value in dying]
             recorded += [None if step.work is None else step.work.recorded] * (1 + len(dying))
         text = "def run(w, start, stop, slots, sink, n, a):\n    " + "\n    ".join(lines or ["pass"]) + "\n"
@@ -98,7 +118,10 @@ class _Writer:
         destinations = tuple(sink.destination for sink in schedule.sinks)
         executed = Counter({str(target): number for target, number in self.counts.items()})
         numbers, placed = tuple(self.numbers), tuple(self.placed)
-        return Loop(function, numbers, placed, wholes, sinks, destinations, tuple(self.slots), executed)
+        return Loop(
+            function, numbers, placed, wholes, sinks, destinations, tuple(self.slots), executed, tuple(numbered),
+            tuple(self.in_text), self.is_for_all_sizes,
+        )  # fmt: skip
 
     def _statement(self, step: Step) -> str:
         operands = [self.names[operand] for operand in step.operands]
@@ -151,15 +174,19 @@ class _Writer:
         kind = type(value)
         if kind is Ref:
             return operands[value.position]
-        if value is None or kind is bool or kind is str or (kind is int and abs(value) <= _SMALL):
+        if value is None or kind is bool or kind is str:
             return repr(value)
-        if kind is int or kind is float:
+        if kind is int and abs(value) <= _SMALL:
+            self.in_text.append(value)
+            return repr(value)
+        if kind in _SIZED:
             self.numbers.append(value)
             return f"n[{len(self.numbers) - 1}]"
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join([self._literal(item, operands) for item in value]) + "]"
         if isinstance(value, SlotArgument):
             return f"slots[{self._slot(value.slot)}]"
+        self.is_for_all_sizes = self.is_for_all_sizes and (kind is Bound or kind in _SIZELESS)
         return str(value.value) if kind is Bound else self._constant(value)
 
     def _constant(self, value: Any) -> str:
@@ -179,10 +206,49 @@ def recorded_call(traceback: TracebackType) -> int | None:
 
 
 _NOWHERE: Mapping[int, int] = {}
+_likes: Cache[Loop] = Cache("loop_cache", 16_384, lambda loop: sum(loop.executed.values()), 16)
+"""By likeness of schedules and what they write over what, the function of the first; weighed by its calls."""
+
+
+def _numbers(tree: Any, outside: list[Any], in_text: list[int]) -> None:
+    """The numbers among arguments, in the order in which they are written."""
+    for value in tree:
+        kind = type(value)
+        if kind is int and abs(value) <= _SMALL:
+            in_text.append(value)
+        elif kind in _SIZED:
+            outside.append(value)
+        elif isinstance(value, (list, tuple)):
+            _numbers(value, outside, in_text)
+
+
+def _like(loop: Loop, schedule: Schedule) -> Loop | None:
+    """The function of a schedule from that of another one that differs in sizes; None if a size stands in the text."""
+    outside: list[Any] = []
+    in_text: list[int] = []
+    for position in loop.numbered:
+        operation = schedule.steps[position].work.operation
+        _numbers(operation.args, outside, in_text)
+        _numbers(operation.kwargs.values(), outside, in_text)
+    if tuple(in_text) != loop.in_text or len(outside) != len(loop.numbers):
+        return None
+    wholes: Any = schedule.wholes
+    sinks: Any = tuple([sink.key for sink in schedule.sinks])
+    return replace(loop, numbers=tuple(outside), wholes=wholes, sinks=sinks)
 
 
 def compile_schedule(
     schedule: Schedule, sub_plan_code: Callable[[SubPlan], Callable[..., Any]], offsets: Mapping[int, int] = _NOWHERE
 ) -> Loop:
     """The function of a schedule; `sub_plan_code` makes those of its sub-plans, `offsets` are those in an arena."""
-    return _Writer(schedule, sub_plan_code, offsets).write()
+    likeness = None if offsets else schedule.likeness
+    if likeness is None:
+        return _Writer(schedule, sub_plan_code, offsets).write()
+    key = (likeness, tuple(schedule.overwritten.items()), tuple([sink.destination for sink in schedule.sinks]))
+    known = _likes.get(key)
+    found = None if known is None else _like(known, schedule)
+    if found is None:
+        found = _Writer(schedule, sub_plan_code, offsets).write()
+        if found.is_for_all_sizes:
+            _likes.add(key, replace(found, wholes=(), sinks=()))
+    return found

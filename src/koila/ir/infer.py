@@ -43,9 +43,11 @@ from koila.ir.dropout import dropout_of
 from koila.ir.dtypes import is_refused
 from koila.ir.meta_kernels import is_slow, known_result
 from koila.ir.node import Value, function_name
+from koila.ir.numbers import Number
 from koila.ir.owned import OwnedCall
 from koila.ir.prepass import QUANTISED, Draw, Inference, Output, PrePass, prepass_of, with_bits
 from koila.ir.real_layouts import is_laid_out_otherwise, with_real_layout
+from koila.ir.resize import OPERAND_SIZED, resized
 from koila.ir.tree import leaves, map_leaves
 
 aten = torch.ops.aten
@@ -403,9 +405,10 @@ _told: Cache[_Truth] = Cache("call_cache", 4096)
 
 
 def infer_call(
-    structure: Any, func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor]
-) -> Inference:
-    """The inference of a call: on meta tensors, if they told the truth about it at other sizes.
+    structure: Any, func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor],
+    numbers: tuple[Number, ...] = (),
+) -> Inference:  # fmt: skip
+    """The inference of a call: from those at other sizes, or on meta tensors, if they told the truth about it there.
 
     Args:
         structure: The call without its sizes; None if it has none.
@@ -413,7 +416,18 @@ def infer_call(
         args: Its arguments.
         kwargs: Its keyword arguments.
         operands: All tensors among the arguments.
+        numbers: The sizes that `structure` leaves out.
     """
+    ask = lambda: _ask(structure, func, args, kwargs, operands)  # noqa: E731
+    if structure is None or not numbers or function_name(func) not in OPERAND_SIZED:
+        return ask()
+    return resized(structure, numbers, ask)
+
+
+def _ask(
+    structure: Any, func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Value | torch.Tensor]
+) -> Inference:
+    """The same from PyTorch: on meta tensors, if they told the truth about it at other sizes."""
     devices = {(operand.prepass if isinstance(operand, Value) else operand).device for operand in operands}
     if structure is None or len(devices) != 1 or isinstance(func, OwnedCall) or function_name(func) in SLOW_ON_META:
         return infer(func, args, kwargs, operands)

@@ -26,6 +26,13 @@ def call_structure(key: tuple[Any, ...]) -> Hashable:
     return function, context, _without_numbers(statics), tuple((_kind(p), leaf) for p, leaf in metas), *rest
 
 
+def call_numbers(key: tuple[Any, ...]) -> tuple[Number, ...]:
+    """The numbers of one call: sizes and strides of its operands, then those among its arguments."""
+    _, _, statics, metas, *_ = key
+    given = [number for prepass, _ in metas for number in (*prepass.shape, *prepass.stride)]
+    return (*given, *(number for static in statics for number in _numbers_in(static)))
+
+
 def structure_of(graph: Graph) -> Hashable:
     """What is left of a program's key without numbers.
 

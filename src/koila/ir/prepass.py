@@ -92,6 +92,10 @@ class PrePass:
         """The same record with another requires_grad."""
         return _intern((*self._key[:5], requires_grad, *self._key[6:]))
 
+    def with_sizes(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> PrePass:
+        """The same record with other sizes and strides."""
+        return _intern((shape, stride, *self._key[2:]))
+
     def on(self, device: torch.device) -> PrePass:
         """The same record on another device."""
         return _intern((*self._key[:3], device, *self._key[4:]))

@@ -2,7 +2,7 @@
 
 *Takes* a torch function and a leaf of its arguments. *Gives* whether the leaf is a slot: then it is no part of the
 program's key, and a run takes the number of its own step. A number that is not, an index or a size, say, is part of the
-key; `koila.analysis.formulas` finds how a program depends on those.
+key; `koila.ir.formulas` finds how a program depends on those.
 """
 
 from __future__ import annotations

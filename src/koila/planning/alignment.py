@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from koila.analysis.formulas import Formula, Formulas, NoFormula
 from koila.analysis.marks import SlotArgument
 from koila.analysis.types import Sliced
+from koila.ir.formulas import Formula, Formulas, NoFormula
 from koila.ir.numbers import Number
 from koila.planning.forms import Drawn, Form
 

@@ -66,7 +66,7 @@ class Catalogue:
 
     def operation(self, item: Item, chunk: int | None) -> Operation:
         """What an item calls: on whole values, or on a chunk of so many samples."""
-        ruling = item.ruling if item.kind == "chunk" else None
+        ruling = self.facts.ruling_of(item)
         varies = ruling is not None and (bool(ruling.sizes) or ruling.rewrite is not None)
         key = (item, chunk if varies else None)
         if key not in self._operations:
@@ -87,7 +87,7 @@ class Catalogue:
         return _by_position(*as_reshape(node.target, self._named(node)))
 
     def _chunk_call(self, item: Item, chunk: int | None) -> Operation:
-        ruling = item.ruling
+        ruling = self.facts.ruling_of(item)
         assert ruling is not None and chunk is not None
         arguments = self._named(item.node)
         if ruling.sizes:

@@ -17,12 +17,13 @@ from koila.errors import BudgetError
 from koila.ir.job import Job, Wanted
 from koila.planning.calibration import correction_bytes
 from koila.planning.devices import current_rules
+from koila.planning.layouts import layout_of
 from koila.planning.levers.offload import copying_bytes
 from koila.planning.peak import Projection, project
-from koila.planning.phases import make_layout
 from koila.planning.placement import arena_for
 from koila.planning.plan import Plan, make_plan
-from koila.planning.search import ALL, Recipe, Search
+from koila.planning.recipes import Recipe
+from koila.planning.search import ALL, Search
 from koila.planning.sizing import expected_seconds
 from koila.planning.whole_peak import drawn_bytes, leaf_bytes
 
@@ -74,7 +75,7 @@ class Cutter:
             raise NotSplittable("nothing in it can be cut along the batch")
         try:
             with without_collection():
-                plan = make_plan(make_layout(facts), chunk_size, wanted.streamed)
+                plan = make_plan(layout_of(facts), chunk_size, wanted.streamed)
                 projection = project(plan)
         except (MemoryError, BudgetError):
             raise
@@ -106,7 +107,7 @@ class Cutter:
             return None
         placed = self._in_arena(*found, allowed_bytes - outside)
         cut = _with_copies(self._cut(wanted, *placed, search.facts), allowed_bytes)
-        return replace(cut, recipe=search.recipe(found[0]))
+        return replace(cut, recipe=search.recipe(found, recipe))
 
     def smallest(self, wanted: Wanted) -> Refused:
         """The smallest budget that would do, and what stands in the way."""

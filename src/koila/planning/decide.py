@@ -27,7 +27,7 @@ from koila.planning.devices import planning_for
 from koila.planning.machine import use_calibration
 from koila.planning.peak import Projection
 from koila.planning.plan import Plan
-from koila.planning.search import Recipe
+from koila.planning.recipes import Recipe
 from koila.planning.whole_peak import whole_peak
 
 How = Literal["whole", "split"]

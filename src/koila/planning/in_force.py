@@ -19,7 +19,8 @@ from koila.ir.job import Job, Wanted
 from koila.ir.numbers import structure_of
 from koila.ir.source import user_site
 from koila.planning.decide import Decision, decide
-from koila.planning.search import RECOMPUTING, Recipe
+from koila.planning.recipes import Recipe
+from koila.planning.search import RECOMPUTING
 from koila.planning.trials import SHARES, Trial, Way
 
 MAX_STEPS = 5_000
@@ -165,7 +166,9 @@ def _asked_here(error: BudgetError) -> BudgetError:
     )  # fmt: skip
 
 
-_recipes: Cache[dict[Wanted, Recipe]] = Cache("recipe_cache", 256)
+_recipes: Cache[dict[Wanted, Recipe]] = Cache(
+    "recipe_cache", 16_384, lambda recipes: 64 + sum(recipe.num_moves for recipe in recipes.values()), 4
+)
 """By structure and budget, how the latest plans were made."""
 
 

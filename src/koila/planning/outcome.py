@@ -10,7 +10,7 @@ several times faster than on fake ones, which are asked where an operator has no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -51,6 +51,8 @@ class Outcome:
     in_float32: bool
 
 
+_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
+"""Operators whose kernels, and the layouts of their results, depend on sizes and devices."""
 _known: Cache[Outcome] = Cache("outcome_cache", 1024)
 
 
@@ -108,17 +110,29 @@ def _find(operation: Operation, operands: list[Any], chunk: int, whole: Any, exp
 
 
 def _dense(target: Any, operands: list[Any], whole: Any, expected: Shapes | None) -> Any:
-    """Dense results of the expected shapes, for a call that makes dense results of dense operands; else None."""
+    """Dense results of the expected shapes, for a call that makes dense results; else None."""
     if expected is None or not isinstance(target, OpOverload) or target.is_view or target is aten.reshape.default:
         return None
     wholes = whole if isinstance(whole, (tuple, list)) else (whole,)
     if len(expected) != len(wholes) or not all(isinstance(w, torch.Tensor) and w.is_contiguous() for w in wholes):
         return None
-    if not all(isinstance(operand, Form) and operand.is_contiguous for operand in operands):
-        return None
+    if not all(
+        isinstance(operand, Form) and (operand.is_contiguous or target not in _CONVOLUTIONS) for operand in operands
+    ):
+        return None  # Sizes decide about the layout that a convolution gives.
     pairs = zip(expected, wholes, strict=True)
     made = tuple(torch.empty(shape, dtype=each.dtype, device="meta") for shape, each in pairs)
     return made if isinstance(whole, (tuple, list)) else made[0]
+
+
+def _without_sizes(form: Form) -> Hashable:
+    """What forms have in common at other sizes: dimensions of one element, and how the others lie in memory."""
+    ones = tuple([min(size, 2) for size in form.shape])
+    if form.is_contiguous:
+        return form.dtype, ones, form.is_conj, form.is_neg
+    order = tuple(sorted(range(len(ones)), key=lambda dim: (form.stride[dim], dim)))
+    repeats = tuple([step == 0 for step in form.stride])
+    return form.dtype, ones, form.is_conj, form.is_neg, order, repeats, form.is_dense
 
 
 def _shown_or_run(
@@ -128,8 +142,7 @@ def _shown_or_run(
 
     Not every operator whose schema names no alias makes memory of its own: `unsafe_split` does not.
     """
-    kinds = tuple((operand.dtype, tuple(min(size, 2) for size in operand.shape)) for operand in operands)
-    key = (operation.structure, kinds)
+    key = (operation.structure, tuple(map(_without_sizes, operands)))
     shown = _shown.get(key)
     if shown:
         return dense
@@ -204,9 +217,6 @@ def _own(value: Any) -> tuple[tuple[Place, ...], tuple[bool, ...]]:
     """The same for dense results that make memory of their own."""
     tensors = _tensors(value)
     return tuple(0 if each is None else each.nbytes for each in tensors), (False,) * len(tensors)
-
-
-_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 
 
 def _workspaces(target: Any, args: Any, kwargs: Any, value: Any, metas: list[Any]) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 *Takes* schedules that were built for some sizes of a program, and the facts about it at another size. *Gives* the
 schedule for that size: schedules are aligned step by step, and every number that differs between them gets a formula of
-the numbers that the record tells (`koila.analysis.formulas`). What has no formula makes no pattern: such a schedule is
+the numbers that the record tells (`koila.ir.formulas`). What has no formula makes no pattern: such a schedule is
 built at every size (Rule 3).
 
 The facts are of the new size itself: every value must have the shape that its type predicts there. What a call
@@ -19,10 +19,10 @@ import torch
 
 from koila import events
 from koila._torch import OpOverload, without_modes
-from koila.analysis.formulas import Formulas, NoFormula
 from koila.analysis.split import Item, Origin
 from koila.errors import AnalysisError
 from koila.ir.cache import Cache, HashedOnce
+from koila.ir.formulas import Formulas, NoFormula
 from koila.ir.numbers import Number
 from koila.planning.alignment import Alignment, Numbered, Varying, filled
 from koila.planning.build import Built, build_schedule, check_shape, slack_of
@@ -108,6 +108,8 @@ class _Pattern:
         rows = zip(*(schedule.steps for schedule in schedules), strict=True)
         self.steps = [self._step(row, alignment, samples[0].items) for row in rows]
         self.numbers = tuple(alignment.places)
+        self.token = object()
+        """Stands for it wherever its schedules are known again."""
         fixed = (pattern.step for pattern in self.steps if pattern.is_fixed)
         self.fixed_forms = {step.value: step.work.form for step in fixed}
 
@@ -151,7 +153,7 @@ class _Pattern:
             raise NoFormula("an input is not as its formula says")
         made = _Filling(self.chunk, numbers, items, {**self.fixed_forms, **dict(enumerate(forms))})
         steps = tuple([pattern.step if pattern.is_fixed else made.step(pattern) for pattern in self.steps])
-        return Schedule(self.inputs, steps, wholes, tuple(sinks), self.chunk, tuple(forms))
+        return Schedule(self.inputs, steps, wholes, tuple(sinks), self.chunk, tuple(forms), pattern=self.token)
 
 
 class _Filling:

@@ -111,6 +111,14 @@ class Plan:
         """Everything that runs, in order, the loop of each chunk size once."""
         return (*(schedule for phase in self.phases for schedule in phase.schedules), self.after)
 
+    @property
+    def by_section(self) -> Iterator[tuple[int, Schedule]]:
+        """The schedules with the numbers of their sections; see `Layout.sections`."""
+        for number, phase in enumerate(self.phases):
+            yield 2 * number, phase.before
+            yield from ((2 * number + 1, loop) for loop in phase.loops.values())
+        yield 2 * len(self.phases), self.after
+
     @cached_property
     def seconds(self) -> float:
         """The expected time, but for the pages of the heap."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from koila.planning.aliasing import Overwrites, Storages
-from koila.planning.step import Kind, Sink, Step
+from koila.planning.step import Kind, Move, Sink, Step
 
 R = TypeVar("R")
 
@@ -36,6 +36,11 @@ class Schedule:
     """Samples per chunk; None for a section that runs once."""
     forms: tuple[Any, ...] = field(default=(), repr=False)
     """The layout of each input; only the lever that cuts regions looks at it."""
+    moves: tuple[Move, ...] | None = field(default=(), repr=False)
+    """What another order and recomputation have made of the schedule that was built: the same moves can be made at
+    other sizes. Nothing: it is as it was built; None: other levers were pulled, too."""
+    pattern: object = field(default=None, repr=False)
+    """What it was filled from, if it was: schedules of one pattern and with the same moves differ in sizes only."""
 
     @cached_property
     def num_values(self) -> int:
@@ -94,9 +99,20 @@ class Schedule:
     def _is_free(self, operand: int, position: int) -> bool:
         return all(self.last_use_of_storage[storage] == position for storage in self.storages.of[operand])
 
-    def with_steps(self, steps: tuple[Step, ...]) -> Schedule:
-        """The same program, scheduled otherwise."""
-        return replace(self, steps=steps)
+    def with_steps(self, steps: tuple[Step, ...], moves: tuple[Move, ...] | None = None) -> Schedule:
+        """The same program, scheduled otherwise; by these moves, if no other lever was pulled before."""
+        return replace(self, steps=steps, moves=moves if self._is_an_order else None)
+
+    @property
+    def likeness(self) -> Hashable | None:
+        """Equal for schedules that are known to differ in sizes only; None: nothing is known."""
+        return None if self.pattern is None or self.moves is None else (self.pattern, self.moves)
+
+    @property
+    def _is_an_order(self) -> bool:
+        """Whether it is the schedule that was built, in another order at the most: values have the same numbers."""
+        moves = self.moves
+        return moves is not None and len(set(moves)) == len(moves) and all(kind is Kind.RUN for kind, _ in moves)
 
     def decisions(self) -> list[str]:
         """What runs, in order, as text: equal for equal schedules."""

@@ -11,7 +11,6 @@ one use to the next, with a chunk size for each phase. Not optimal: chunk sizes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 
 from koila import events
@@ -20,11 +19,13 @@ from koila.analysis.split import Facts, Item
 from koila.errors import BudgetError
 from koila.planning.effort import attempt, spend
 from koila.planning.held_plans import HeldPlans
+from koila.planning.layouts import layout_of
 from koila.planning.levers.shrink import LEVERS, shrink
 from koila.planning.peak import peak_alone, project
-from koila.planning.phases import Layout, make_layout
-from koila.planning.plan import Known, Phase, Plan, make_plan, stream_source
+from koila.planning.phases import Layout
+from koila.planning.plan import Known, Plan, make_plan, stream_source
 from koila.planning.rates import LARGE
+from koila.planning.recipes import Made, Recipe, map_schedules, moves_of, with_moves
 from koila.planning.schedule import Schedule
 from koila.planning.sizing import Found, expected_seconds, nested_sizes, paging_seconds
 
@@ -58,19 +59,6 @@ def _largest_result(schedule: Schedule) -> int:
     storages, written = schedule.storages, schedule.overwritten
     pairs = zip(storages.owners, storages.num_bytes, strict=True)
     return max((size for (value, _), size in pairs if value not in written), default=0)
-
-
-def map_schedules(plan: Plan, change: Callable[[Schedule, int], Schedule | None]) -> Plan | None:
-    """The plan with every schedule changed, given its section; None if one cannot be."""
-    phases: list[Phase] = []
-    for number, phase in enumerate(plan.phases):
-        before = change(phase.before, 2 * number)
-        loops = {size: change(loop, 2 * number + 1) for size, loop in phase.loops.items()}
-        if before is None or any(loop is None for loop in loops.values()):
-            return None
-        phases.append(replace(phase, before=before, loops=loops))  # type: ignore[arg-type]
-    after = change(plan.after, 2 * len(plan.phases))
-    return None if after is None else replace(plan, phases=tuple(phases), after=after)
 
 
 def fit(plan: Plan, allowed: int, levers: frozenset[str] = LEVERS) -> Found | None:
@@ -118,15 +106,12 @@ _ALIKE = 1.1
 """Plans whose expected seconds differ less may take the same time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a plan was made, in terms that hold at other sizes."""
-
-    level: int
-    """How much is kept between phases: 0 all of it, -1 all of it, in a file, otherwise what the budget allows."""
-    chunk_size: int
-    is_uncut: bool = False
-    """Whether nothing is cut along the batch."""
+_MOVES = 8
+"""The moves of so many sizes are remembered."""
+_ROOM = 0.7
+"""Moves that use less of a budget than this were made for a much larger size: others are looked for."""
+_ABOUT = 1.05
+"""Moves that would use more of it are not tried, if bytes grow with those of the plan without them."""
 
 
 class Search:
@@ -153,7 +138,7 @@ class Search:
     @cached_property
     def layout(self) -> Layout:
         """The layout that keeps whatever would be computed again at length."""
-        return make_layout(self.facts)
+        return layout_of(self.facts)
 
     def plain(self, level: int, size: int) -> Found:
         """The plan for a chunk size, without levers inside its schedules."""
@@ -186,12 +171,16 @@ class Search:
             raise refusal(smallest.peak_bytes, allowed, smallest.largest)
         return found
 
-    def recipe(self, plan: Plan) -> Recipe:
-        """How a plan of this search was made."""
-        if plan.facts is not self.facts:
-            return Recipe(0, plan.chunk_size, is_uncut=True)
-        level = 1 if plan.layout is not self.layout else -1 if plan.offloaded else 0
-        return Recipe(level, plan.chunk_size)
+    def recipe(self, found: Found, before: Recipe | None = None) -> Recipe:
+        """How a plan of this search was made, and others at other sizes before it."""
+        plan, is_uncut = found[0], found[0].facts is not self.facts
+        level = 0 if is_uncut else 1 if plan.layout is not self.layout else -1 if plan.offloaded else 0
+        known = () if before is None else before.made
+        moves, plain = moves_of(plan), None if is_uncut else self._plans.get((level, plan.chunk_size))
+        if moves and plain is not None:
+            others = [made for made in known if made.moves != moves]
+            known = (Made(moves, plain[1].peak_bytes, found[1].peak_bytes), *others[: _MOVES - 1])
+        return Recipe(level, plan.chunk_size, is_uncut, known)
 
     def like(self, recipe: Recipe, allowed: int) -> Found | None:
         """The plan that a recipe from another size makes of this program, if it fits; chunks may be larger."""
@@ -208,7 +197,23 @@ class Search:
         if self.sizes[larger] >= 2 * self.sizes[place]:
             other = self.plain(recipe.level, self.sizes[larger])
             found = other if other[1].peak_bytes <= allowed else found
-        return found if found[1].peak_bytes <= allowed else self._fit(found[0], allowed)
+        if found[1].peak_bytes <= allowed:
+            return found
+        return self._made_again(found, recipe, allowed) or self._fit(found[0], allowed)
+
+    def _made_again(self, plain: Found, recipe: Recipe, allowed: int) -> Found | None:
+        """The plan with the moves of another size made in it: the fewest that may fit, if they do."""
+        num_bytes = plain[1].peak_bytes
+        likely = [made for made in recipe.made if made.expected_bytes(num_bytes) <= _ABOUT * allowed]
+        for made in sorted(likely, key=lambda made: made.num_steps):
+            changed = with_moves(plain[0], made.moves)
+            projection = None if changed is None else project(changed)
+            if changed is not None and projection is not None and projection.peak_bytes <= allowed:
+                if projection.peak_bytes < _ROOM * allowed:
+                    return None
+                events.count("plan::moves made again")
+                return changed, projection
+        return None
 
     def find(self, allowed: int, thorough: bool = True) -> Found | None:
         """The same, or None. A thorough search looks for the smallest plan before it gives up, which takes longer."""
@@ -412,7 +417,7 @@ class Search:
 
 def _as_it_is(facts: Facts | None) -> Plan | None:
     """The plan that does all of it at once."""
-    return None if facts is None else make_plan(make_layout(facts), facts.num_samples)
+    return None if facts is None else make_plan(layout_of(facts), facts.num_samples)
 
 
 _EXACT = 0.02

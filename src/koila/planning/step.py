@@ -34,6 +34,10 @@ class Kind(Enum):
     """It runs a plan of its own; it may add to the sums of sinks."""
 
 
+Move = tuple[Kind, int]
+"""Run the step that gives a value (`RUN`, whatever its own kind is), offload its value, or fetch it."""
+
+
 class Work(Protocol):
     """What a step calls, as far as the planner knows it: it says what stands at a peak, and goes with its step."""
 

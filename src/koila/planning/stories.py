@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from koila._torch import FakeTensorMode
-from koila.analysis.formulas import Formula, Formulas, NoFormula, Values
+from koila.ir.formulas import Formula, Formulas, NoFormula, Values
 from koila.planning.forms import Form
 from koila.planning.tracker import Call, Life
 from koila.planning.workspace import retained_bytes, workspace_bytes

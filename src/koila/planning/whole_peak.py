@@ -21,8 +21,8 @@ import torch
 from koila import events
 from koila._bytes import format_bytes
 from koila._torch import FakeTensorMode, in_turn, without_saved_tensors_hooks
-from koila.analysis.formulas import NoFormula
 from koila.ir.cache import Cache
+from koila.ir.formulas import NoFormula
 from koila.ir.graph import Graph
 from koila.ir.job import Job
 from koila.ir.node import HOOKS, Node, Value

@@ -12,9 +12,9 @@ from torch import fx, nn
 
 import koila
 from koila.analysis.family import Family, Sample, apply_symbolic_shapes
-from koila.analysis.formulas import Formula, Formulas, NoFormula
 from koila.analysis.marks import SlotArgument
 from koila.analysis.trace import Joint, trace
+from koila.ir.formulas import Formula, Formulas, NoFormula
 from koila.ir.graph import Graph
 from koila.ir.job import Demand
 from koila.ir.numbers import structure_of

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from koila.planning.levers.offload import can_offload
 from koila.planning.levers.order import reorder
-from koila.planning.levers.recompute import least_bytes, recompute
+from koila.planning.levers.recompute import least_bytes, made_again, recompute
 from koila.planning.peak import peak_alone, peak_of
 from koila.planning.rates import offload_seconds
 from koila.planning.schedule import Schedule
-from koila.planning.step import Kind
+from koila.planning.step import Kind, Place
 from tests.unit.planning.lists import STORE, Draft, best_order, gather, merge, simulated_peak
 from tests.unit.planning.test_peaks import CASES, random_schedule
 
@@ -252,6 +253,39 @@ def test_what_is_played_fits(number: int, offload: bool, with_views: bool) -> No
         assert _meaning(found) == _meaning(schedule)
         assert recompute(schedule, limit, offload).decisions() == found.decisions()  # type: ignore[union-attr]
     assert recompute(schedule, least - 1, offload) is None
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_moves_are_made_again_at_other_sizes(number: int) -> None:
+    """In a schedule of other bytes they give the same steps, and mean the same."""
+    schedule = random_schedule(number)
+    larger = replace(schedule, steps=tuple(replace(step, places=_doubled(step.places)) for step in schedule.steps))
+    ordered = reorder(schedule)
+    for found in (ordered, recompute(schedule, least_bytes(schedule)), recompute(ordered, least_bytes(ordered))):
+        if found is not None:
+            assert found.moves is not None
+            again = made_again(larger, found.moves)
+            assert again is not None
+            assert [(step.value, step.operands) for step in again.steps] == [(s.value, s.operands) for s in found.steps]
+            assert sorted(map(str, _meaning(again))) == sorted(map(str, _meaning(larger)))  # An order moves effects.
+
+
+def _doubled(places: tuple[Place, ...]) -> tuple[Place, ...]:
+    return tuple(2 * place if isinstance(place, int) else place for place in places)
+
+
+def test_moves_for_another_schedule_are_refused() -> None:
+    draft = Draft(1, sinks=[merge(4)])
+    first = draft.make(4, 0)
+    second = draft.make(4, first)
+    last = draft.hand_on(second)
+    run = Kind.RUN
+    assert made_again(draft.schedule, [(run, first), (run, second), (run, last)]) is not None
+    assert made_again(draft.schedule, [(run, second), (run, first), (run, last)]) is None  # An operand is missing.
+    assert made_again(draft.schedule, [(run, first), (run, second)]) is None  # Nothing is handed on.
+    assert made_again(draft.schedule, [(run, first), (run, second), (run, last), (run, last)]) is None  # Twice.
+    assert made_again(draft.schedule, [(run, first), (run, second), (run, last), (run, 9)]) is None  # Unknown.
+    assert made_again(draft.schedule, [(run, first), (Kind.FETCH, second), (run, second), (run, last)]) is None
 
 
 def _meaning(schedule: Schedule) -> list[object]:

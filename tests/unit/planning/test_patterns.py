@@ -12,10 +12,10 @@ from torch import nn
 
 import koila
 from koila.analysis.family import Family, Sample
-from koila.analysis.formulas import NoFormula
 from koila.analysis.program import Program
 from koila.analysis.trace import trace
 from koila.ir.cache import clear_all
+from koila.ir.formulas import NoFormula
 from koila.ir.job import Demand, Wanted
 from koila.planning.phases import make_layout
 from koila.planning.plan import Plan, make_plan

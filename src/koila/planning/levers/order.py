@@ -88,4 +88,5 @@ class _Ordering:
 def reorder(schedule: Schedule) -> Schedule:
     """The schedule in the order that keeps the fewest bytes, step by step."""
     spend(len(schedule.steps) / 3)
-    return schedule.with_steps(tuple(schedule.steps[place] for place in _Ordering(schedule).run()))
+    steps = tuple(schedule.steps[place] for place in _Ordering(schedule).run())
+    return schedule.with_steps(steps, tuple((Kind.RUN, step.value) for step in steps))

@@ -20,15 +20,12 @@ from koila.planning.effort import spend
 from koila.planning.levers.offload import can_offload, fetch_step, offload_step
 from koila.planning.rates import offload_seconds
 from koila.planning.schedule import Schedule, once_per_schedule
-from koila.planning.step import Kind, Step
+from koila.planning.step import Kind, Move, Step
 
 _PATIENCE = 6
 """Give up when a schedule has grown this many times."""
 _FAR = 64
 """So many steps are done again for one value at most."""
-
-Move = tuple[Kind, int]
-"""Run the step that gives a value (`RUN`, whatever its own kind is), offload its value, or fetch it."""
 
 
 class _Play:
@@ -281,7 +278,30 @@ def play_back(schedule: Schedule, moves: Sequence[Move]) -> Schedule:
         else:
             numbers[value] = next(fresh)
             steps.append(fetch_step(numbers[value], step, handles[value], num_bytes))
-    return schedule.with_steps(tuple(steps))
+    return schedule.with_steps(tuple(steps), tuple(moves))
+
+
+def made_again(schedule: Schedule, moves: Sequence[Move]) -> Schedule | None:
+    """The schedule of moves that were made at other sizes; None if they are not for this one.
+
+    Whatever they were made for: a schedule has the same results if every step is run after its operands, and those that
+    add to a sum or hand a value on once.
+    """
+    given = {step.value: step for step in schedule.steps}
+    done, there, filed = Counter[int](), set[int](), set[int]()
+    for kind, value in moves:
+        step = given.get(value)
+        if step is None or (kind is Kind.OFFLOAD and value not in there) or (kind is Kind.FETCH and value not in filed):
+            return None
+        if kind is Kind.RUN:
+            if any(operand in given and operand not in there for operand in step.operands):
+                return None
+            done[value] += 1
+        there.add(value)
+        filed |= {value} if kind is Kind.OFFLOAD else set()
+    if len(done) < len(given) or any(number > 1 and given[value].has_effects for value, number in done.items()):
+        return None
+    return play_back(schedule, moves)
 
 
 def _moved(step: Step, number: int, numbers: dict[int, int]) -> Step:

@@ -106,6 +106,7 @@ class Formulas:
             assert formula is not None
             self._changing.append((place, formula))
         self._fixed = [(place, column[0]) for place, column in enumerate(columns) if place not in set(varying)]
+        self._recorded = {columns[place] for place in varying}
 
     def _add(self, column: Values, is_number: bool) -> None:
         """One more symbol: its products with the others."""
@@ -129,6 +130,13 @@ class Formulas:
         if key not in self._known:
             self._known[key] = self._whole(values) if _is_whole(values) else self._float(values)
         return self._known[key]
+
+    def is_recorded(self, values: Values) -> bool:
+        """Whether a number that is so much in the samples is among those that are recorded.
+
+        Its formula is then more than likely: `values_for` has checked it in every new program.
+        """
+        return values in self._recorded
 
     def _whole(self, values: Values) -> Formula | None:
         products = [(product, symbols) for product, symbols in self._products if _is_whole(product)]
