@@ -17,7 +17,6 @@ from typing import Any
 
 from koila._scopes import moments
 from koila._torch import throw_on_data_access
-from koila._torch.dynamo import in_compiled_code
 from koila._torch.transforms import is_watched
 from koila.capture.log import Entry, Log
 from koila.capture.pending import recorder
@@ -45,8 +44,6 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Any:
         return NOT_KNOWN
     followers = current.followers.get(func)
     if followers is None or len(log.entries) >= MAX_ENTRIES or is_watched():
-        return NOT_KNOWN
-    if recorder.is_hidden_from_dynamo and in_compiled_code():
         return NOT_KNOWN
     context, base = current_context(), log.base
     with log.lock:

@@ -100,9 +100,11 @@ class TrieCache:
 
     def reset_current(self) -> None:
         """Start again at the root: a new program begins."""
-        self._note_end()
+        current, root = self.current, self.root
+        if current is not root:
+            self._note_end()
+            self.current = root
         self._program += 1
-        self.current = self.root
 
     def traverse(self, key: Hashable, numbers: tuple[float, ...] = ()) -> Inference | None:
         """Follow the call from the current node; None if no program went this way, or not with these numbers."""
