@@ -275,8 +275,8 @@ class Log:
         """Forget those that nobody holds; it is done seldom, so that a new one costs little."""
         storages = self.real_storages
         for key, reference in list(storages.items()):
-            if reference() is None:
-                storages.pop(key, None)
+            if reference() is None and storages.get(key) is reference:
+                del storages[key]
         self._max_storages = max(MIN_STORAGES, 2 * len(storages))
 
     def reals(self, start: int) -> Iterator[torch.Tensor]:
