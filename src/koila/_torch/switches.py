@@ -119,22 +119,22 @@ class _Switches:
         return set_it
 
 
-_switches = _Switches()
+switches = _Switches()
 
 
 def watch_switches() -> None:
     """From now on, setting a switch is noticed, whichever of PyTorch's names it is set by; called once."""
     for name in _SETTERS:
-        setattr(_C, name, _switches.changing(getattr(_C, name)))
+        setattr(_C, name, switches.changing(getattr(_C, name)))
     # Some names hold a setter since they were imported: all of them go through this class.
     kind: Any = torch.backends.ContextProp
-    kind.__set__ = _switches.changing(kind.__set__)
-    _switches.have_changed()
+    kind.__set__ = switches.changing(kind.__set__)
+    switches.have_changed()
 
 
 def read_switches() -> tuple[Any, ...]:
     """What every switch is now."""
-    return _switches.now or _switches.read()
+    return switches.now or switches.read()
 
 
 def set_switches(wanted: tuple[Any, ...]) -> None:
@@ -146,7 +146,7 @@ def set_switches(wanted: tuple[Any, ...]) -> None:
         if _read_precision() != wanted[-1]:
             _set_precision(wanted[-1])
     finally:
-        _switches.have_changed()
+        switches.have_changed()
 
 
 def without_cudnn(act: Callable[[], Any]) -> Any:

@@ -57,7 +57,7 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _append(log: Log, node: TrieNode, template: Template, captured: tuple[Any, ...]) -> Any:
-    specs, name = template.inference.draws, log.base + template.first
+    specs, name, trie = template.inference.draws, log.base + template.first, log.trie
     draws = [draw(spec) for spec in specs] if specs else []
     results = []
     for make, prepass in template.makers:
@@ -71,7 +71,7 @@ def _append(log: Log, node: TrieNode, template: Template, captured: tuple[Any, .
     # An interrupt between two of these lines leaves a number without a call, or a call that nobody can ask for.
     log.count += len(results)
     log.writes |= template.writes
-    log.trie.follow(node)
+    node.used, trie.current = trie.program, node
     log.entries.append(entry)
     if template.returned >= 0:
         return captured[template.returned]
