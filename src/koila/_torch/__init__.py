@@ -190,8 +190,8 @@ _run_backward: Callable[..., Any] = torch.autograd.graph._engine_run_backward
 def backward_from(loss: torch.Tensor, retain_graph: bool) -> None:
     """`loss.backward(retain_graph=...)` of a plain tensor that has one element, of a floating type.
 
-    The public function looks for what else it may have been given, which takes a tenth of a small step. Look at:
-    torch/autograd/__init__.py, `backward` and `_make_grads`.
+    The public function looks for what else it may have been given, which takes as long as a few recorded calls.
+    Look at: torch/autograd/__init__.py, `backward` and `_make_grads`.
     """
     seeds = (torch.ones_like(loss),)
     _run_backward((loss,), seeds, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
