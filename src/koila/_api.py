@@ -24,6 +24,7 @@ from koila._budget import (
     make_budget,
     open_scopes,
     read_bytes,
+    variable,
 )
 from koila.analysis.custom import add_rule
 from koila.capture.bridge import Bridge
@@ -52,6 +53,7 @@ from koila.reporting.report import reports as _reports
 
 EAGER_VARIABLE = "KOILA_EAGER"
 """The environment variable that says what `koila.lazy` takes for `eager` where it is not named."""
+_is_eager_named = variable(EAGER_VARIABLE)
 
 
 def lazy(*values: Any, batch: Any = 0, budget: object = None, eager: object = None) -> Any:
@@ -84,7 +86,11 @@ def lazy(*values: Any, batch: Any = 0, budget: object = None, eager: object = No
 
 
 def _is_auto(eager: object) -> bool:
-    found = os.environ.get(EAGER_VARIABLE) or None if eager is None else eager
+    if eager is None and not _is_eager_named():
+        return False
+    if eager == "auto":
+        return True
+    found = os.environ.get(EAGER_VARIABLE) if eager is None else eager
     if found not in (None, False, "auto"):
         raise CaptureError(
             f'eager must be "auto" or False, got {found!r}',

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -167,15 +167,23 @@ def current_budget(given: Iterable[int] = ()) -> Budget:
     return replace(scope, allowed_bytes=_read_variable(text), allowed_share=_share(literal(text)))
 
 
-_variables: Any = getattr(os.environ, "_data", os.environ)
-_name: Any = os.environ.encodekey(VARIABLE) if _variables is not os.environ else VARIABLE
-"""The dict behind `os.environ`, and the variable's name there: `os.environ.get` raises and catches two errors for a
-variable that is not set, and every run asks."""
+def variable(name: str) -> Callable[[], object]:
+    """What gives something true if an environment variable is set, and not empty.
+
+    It asks the dict behind `os.environ`, whose own `get` raises and catches two errors for a variable that is not set:
+    every run asks, and every call of `koila.lazy`.
+    """
+    variables: Any = getattr(os.environ, "_data", os.environ)
+    key: Any = os.environ.encodekey(name) if variables is not os.environ else name
+    return partial(variables.get, key)
+
+
+_is_set = variable(VARIABLE)
 
 
 def is_any_named() -> bool:
     """Whether a scope is open, or the variable names a budget: else `current_budget` is what is free."""
-    return _scopes.innermost is not None or bool(_variables.get(_name))
+    return bool(_is_set()) or (bool(open_scopes()) and _scopes.innermost is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,13 +104,18 @@ class Ongoing:
         self._marks: dict[int, weakref.ref[Mark]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._marks)
+        marks = self._marks
+        if not marks:
+            return False
+        if any(reference() is not None for reference in marks.values()):
+            return True
+        marks.clear()
+        return False
 
     def begin(self) -> Mark:
         """Something begins; the caller holds the mark until it ends."""
-        mark, marks = Mark(), self._marks
-        key = id(mark)
-        marks[key] = weakref.ref(mark, lambda _: marks.pop(key, None))
+        mark = Mark()
+        self._marks[id(mark)] = weakref.ref(mark)
         return mark
 
     def end(self, mark: Mark) -> None:

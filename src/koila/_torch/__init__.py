@@ -184,6 +184,19 @@ tensor_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
 """Hooks that a user registered on a tensor; None or empty without any. Look at: torch/_tensor.py, `register_hook`."""
 accumulation_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 """The same for `register_post_accumulate_grad_hook`. Look at: torch/_tensor.py."""
+_run_backward: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+
+
+def backward_from(loss: torch.Tensor, retain_graph: bool) -> None:
+    """`loss.backward(retain_graph=...)` of a plain tensor that has one element, of a floating type.
+
+    The public function looks for what else it may have been given, which takes as long as a few recorded calls.
+    Look at: torch/autograd/__init__.py, `backward` and `_make_grads`.
+    """
+    seeds = (torch.ones_like(loss),)
+    _run_backward((loss,), seeds, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 hash_tensor: Callable[[torch.Tensor], torch.Tensor] = torch.hash_tensor
 """The bits of all elements, combined. Not documented yet. Look at: aten/src/ATen/native/ReduceOps.cpp."""
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph

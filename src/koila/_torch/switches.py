@@ -2,8 +2,8 @@
 
 Takes: PyTorch. Gives: `read_switches` and `set_switches`, and `FIRST_OF_KERNELS`, where those begin that still act when
 a program was traced already. Every recorded call asks for all of them, so the private readers behind the public ones
-are used, which have no Python layer; each line names the public form. How float32 is rounded takes too long to read: it
-is read again only after one of PyTorch's setters was called.
+are used, which have no Python layer; each line names the public form. All of them take too long to read for every call:
+they are read again only after one of PyTorch's setters was called. What C++ sets by itself is not seen.
 Look at: torch/backends/*/__init__.py, aten/src/ATen/Context.h.
 """
 
@@ -40,6 +40,12 @@ FIRST_OF_KERNELS = 4
 _PRECISIONS = [(library, operators) for library in ("mkldnn", "cuda") for operators in ("matmul", "conv", "rnn")]
 """How float32 is rounded inside a library: `set_float32_matmul_precision`, `fp32_precision`, `allow_tf32`."""
 _SETTERS = (
+    "_set_sdp_use_flash",
+    "_set_sdp_use_mem_efficient",
+    "_set_sdp_use_math",
+    "_set_sdp_use_cudnn",
+    "_set_mkldnn_enabled",
+    "_set_deterministic_algorithms",
     "_set_float32_matmul_precision",
     "_set_fp32_precision_setter",
     "_set_cublas_allow_tf32",
@@ -63,68 +69,84 @@ def _older(read: Callable[[], Any]) -> Any:
         return None
 
 
-class _Precision:
-    """How float32 is rounded, as it was read last."""
+def _read_precision() -> tuple[Any, ...]:
+    """How float32 is rounded, under the older names, then for each of `_PRECISIONS`."""
+    newer = [_C._get_fp32_precision_getter(*place) for place in _PRECISIONS]
+    return (*[_older(read) for read, _ in _OLDER], *newer)
+
+
+def _set_precision(wanted: tuple[Any, ...]) -> None:
+    """Set it again."""
+    for (read, change), before in zip(_OLDER, wanted, strict=False):
+        if before is not None and before != _older(read):
+            change(before)
+    for place, before in zip(_PRECISIONS, wanted[len(_OLDER) :], strict=True):
+        if _C._get_fp32_precision_getter(*place) != before:
+            _C._set_fp32_precision_setter(*place, before)
+
+
+class _Switches:
+    """All switches, as they were read last."""
 
     def __init__(self) -> None:
         self.now: tuple[Any, ...] | None = None
-        """None: it may have changed since."""
+        """None: one of them may have changed since."""
+        self._num_changes = 0
 
     def read(self) -> tuple[Any, ...]:
-        """The precision under its older names, then for each of `_PRECISIONS`."""
-        newer = [_C._get_fp32_precision_getter(*place) for place in _PRECISIONS]
-        self.now = found = (*[_older(read) for read, _ in _OLDER], *newer)
+        """Those that are on or off, then how float32 is rounded."""
+        num_changes = self._num_changes
+        found = (*[read() for read, _ in _FLAGS], _read_precision())
+        if num_changes == self._num_changes:  # Else another thread has set one meanwhile.
+            self.now = found
         return found
 
-    def set(self, wanted: tuple[Any, ...]) -> None:
-        """Set it again."""
-        for (read, change), before in zip(_OLDER, wanted, strict=False):
-            if before is not None and before != _older(read):
-                change(before)
-        for place, before in zip(_PRECISIONS, wanted[len(_OLDER) :], strict=True):
-            if _C._get_fp32_precision_getter(*place) != before:
-                _C._set_fp32_precision_setter(*place, before)
+    def have_changed(self) -> None:
+        """One of them may have been set."""
+        self._num_changes += 1
         self.now = None
 
     def changing(self, setter: Callable[..., Any]) -> Callable[..., Any]:
-        """The setter, after which the precision is read again."""
+        """The setter, after which all of them are read again."""
 
         @wraps(setter)
         def set_it(*args: Any, **kwargs: Any) -> Any:
             try:
                 return setter(*args, **kwargs)
             finally:
-                self.now = None
+                self.have_changed()
 
         return set_it
 
 
-_precision = _Precision()
+switches = _Switches()
 
 
-def watch_precision() -> None:
-    """From now on, setting the precision is noticed, whichever of PyTorch's names it is set by; called once."""
+def watch_switches() -> None:
+    """From now on, setting a switch is noticed, whichever of PyTorch's names it is set by; called once."""
     for name in _SETTERS:
-        setattr(_C, name, _precision.changing(getattr(_C, name)))
-    # Some of the older names hold a setter since they were imported: all of them go through this class.
+        setattr(_C, name, switches.changing(getattr(_C, name)))
+    # Some names hold a setter since they were imported: all of them go through this class.
     kind: Any = torch.backends.ContextProp
-    kind.__set__ = _precision.changing(kind.__set__)
-    _precision.now = None
+    kind.__set__ = switches.changing(kind.__set__)
+    switches.have_changed()
 
 
 def read_switches() -> tuple[Any, ...]:
     """What every switch is now."""
-    now = _precision.now or _precision.read()
-    return _flash(), _mem_efficient(), _math(), _cudnn(), _mkldnn(), _deterministic(), _warns(), now
+    return switches.now or switches.read()
 
 
 def set_switches(wanted: tuple[Any, ...]) -> None:
     """Set those switches that differ from what is wanted."""
-    for (read, change), value in zip(_FLAGS, wanted, strict=False):
-        if read() != value:
-            change(value)
-    if _precision.read() != wanted[-1]:
-        _precision.set(wanted[-1])
+    try:
+        for (read, change), value in zip(_FLAGS, wanted, strict=False):
+            if read() != value:
+                change(value)
+        if _read_precision() != wanted[-1]:
+            _set_precision(wanted[-1])
+    finally:
+        switches.have_changed()
 
 
 def without_cudnn(act: Callable[[], Any]) -> Any:

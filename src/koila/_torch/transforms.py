@@ -50,12 +50,19 @@ def active_transform() -> str | None:
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def is_watched() -> bool:
-    """Whether a transform, a level of forward-mode AD, or hooks on saved tensors have a say in calls that are made now.
+_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
-    Every call that is matched asks, so it is one function. Look at: `active_transform`, torch/autograd/graph.py.
+
+def is_watched() -> bool:
+    """Whether a transform, a level of forward-mode AD, hooks on saved tensors, or Dynamo have a say in calls that are
+    made now.
+
+    Every call that is matched asks, so it is one function. Look at: `active_transform`, torch/autograd/graph.py,
+    `koila._torch.dynamo.in_compiled_code`.
     """
-    return transforms_active() or forward_ad._current_level >= 0 or _saved_tensors_hooks(True) is not None
+    if transforms_active() or forward_ad._current_level >= 0 or _saved_tensors_hooks(True) is not None:
+        return True
+    return _frame_callback() not in (None, False)
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 from numbers import Number
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from koila._warnings import warn_once
 from koila.capture.pending import recorder
-from koila.ir.source import Site, user_site
+from koila.ir.source import Site, user_frame, user_site
 from koila.ir.tree import leaves
 
 LEAST_CALLS = 4
@@ -68,11 +69,13 @@ def warn_of_batch(batch: Any, shapes: list[tuple[int, ...]]) -> None:
 
 def begin_program() -> None:
     """New inputs are made lazy: say it if all of the program before them ran eagerly."""
-    place, log = recorder.place, recorder.place.log
+    place = recorder.place
+    log = place.log
     if place.eager_calls:
         warn_of_eager_program()
         place.eager_calls.clear()
-    place.started = (user_site(), log.num_before + log.count)
+    frame = user_frame(_getframe(2))
+    place.started = (frame.f_code, frame.f_lasti, log.num_before + log.count)
 
 
 def warn_of_eager_program() -> None:
@@ -80,9 +83,9 @@ def warn_of_eager_program() -> None:
     place = recorder.place
     if place.started is None or len(place.eager_calls) < LEAST_CALLS:
         return
-    since, recorded = place.started
+    code, offset, recorded = place.started
     if recorder.num_recorded() == recorded:
-        name, why = place.eager_calls[0]
+        since, (name, why) = Site(code, offset), place.eager_calls[0]
         warn_once(
             "a program ran eagerly",
             f"every call on what is made lazy here ran at once, on real tensors: nothing was recorded, no budget "

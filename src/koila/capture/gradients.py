@@ -95,7 +95,7 @@ def _is_plain_loss(tensor: Any, create_graph: bool) -> bool:
     if create_graph or type(tensor) is not Bridge.lazy_type or tensor._held is not None:
         return False
     known: PrePass = tensor._prepass
-    if not known.dtype.is_floating_point or math.prod(known.shape) != 1:
+    if not known.dtype.is_floating_point or (known.shape and math.prod(known.shape) != 1):
         return False
     return known.requires_grad or bool(tensor.requires_grad)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from koila.capture.advice import begin_program, note_worker, warn_of_batch, warn
 from koila.capture.at_once import begin_other_step, begin_step, here, trace_inputs
 from koila.capture.carried import run_carried
 from koila.capture.eager import hand_out
+from koila.capture.known import Origin
 from koila.capture.lazy import LazyTensor, real_tensor
 from koila.capture.patches import install
 from koila.capture.record import input_value
@@ -28,33 +29,39 @@ from koila.ir.tree import leaves, rebuild
 
 
 class _Group:
-    """The batch size of one call of `koila.lazy`, set by its first tensor."""
+    """The batch size of one call of `koila.lazy`, set by its first tensor; makes lazy tensors."""
 
-    def __init__(self, budget: int | None, strict: bool = True) -> None:
+    size: int | None = None
+    shape: tuple[int, ...] = ()
+    num_lazy = 0
+    """How many lazy tensors were found or made."""
+
+    def __init__(self, budget: int | None = None, strict: bool = True) -> None:
         self.budget = budget
-        self.make: Callable[[torch.Tensor, int | None], torch.Tensor] = self.make_lazy
-        """What is handed out for a real tensor with its batch dimension."""
         self.strict = strict
         """Whether a tensor of another size in the batch dimension is an error; else it is lazy without a batch."""
-        self.size: int | None = None
-        self.shape: tuple[int, ...] = ()
-        self.num_lazy = 0
-        """How many lazy tensors were found or made."""
         self.shapes: list[tuple[int, ...]] = []
         """Of those that were made."""
 
-    def make_lazy(self, real: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """A lazy tensor."""
+    def take(self, real: torch.Tensor, batch: Any) -> torch.Tensor:
+        """What is handed out for a plain tensor."""
+        shape = real.shape
+        self.num_lazy += 1
+        self.shapes.append(shape)
+        return self.make(real, self._join(shape, batch) if isinstance(batch, int) else None)
+
+    def make(self, real: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """What is handed out for a real tensor with its batch dimension: a lazy tensor."""
         if not real.is_cpu:
             watch_streams()
         return LazyTensor._wrap(input_value(real, dim, self.budget))
 
-    def join(self, tensor: torch.Tensor, batch: int) -> int | None:
-        """The tensor's batch dimension, or None if it has none."""
-        shape = tensor.shape
-        if not -len(shape) <= batch < len(shape):
+    def _join(self, shape: tuple[int, ...], batch: int) -> int | None:
+        """The batch dimension of a tensor, or None if it has none."""
+        num_dims = len(shape)
+        if not -num_dims <= batch < num_dims:
             return None
-        dim = batch % len(shape)
+        dim = batch % num_dims
         if self.size is None:
             self.size, self.shape = shape[dim], shape
         elif shape[dim] != self.size:
@@ -67,6 +74,41 @@ class _Group:
                 hint="say where the batch is, one entry per value: koila.lazy(x, table, batch=(0, None))",
             )
         return dim
+
+
+class _Watched(_Group):
+    """The same for a step that is watched: its lazy tensors are noted in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.Tensor] = []
+
+    def make(self, real: torch.Tensor, dim: int | None) -> torch.Tensor:
+        self.made.append(super().make(real, dim))
+        return self.made[-1]
+
+
+class _Found(_Group):
+    """Nothing is made: the real tensors are noted in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.Tensor] = []
+
+    def make(self, real: torch.Tensor, dim: int | None) -> torch.Tensor:
+        self.found.append(real)
+        return real
+
+
+class _Followed(_Group):
+    """Eager tensors, the inputs of a step that is followed."""
+
+    def __init__(self, origins: Iterable[Origin]) -> None:
+        super().__init__()
+        self._origins = iter(origins)
+
+    def make(self, real: torch.Tensor, dim: int | None) -> torch.Tensor:
+        return hand_out(real, next(self._origins))
 
 
 def _member(batch: Any, key: Any) -> Any:
@@ -123,9 +165,7 @@ def _make_tensor_lazy(real: torch.Tensor, batch: Any, group: _Group) -> torch.Te
     if not is_plain(real):
         events.count(f"inputs::left as they are::{type(real).__name__}, {real.layout}", site=user_site())
         return real
-    group.num_lazy += 1
-    group.shapes.append(real.shape)
-    return group.make(real, group.join(real, batch) if isinstance(batch, int) else None)
+    return group.take(real, batch)
 
 
 def _user_mapping(tree: Any, batch: Any, group: _Group) -> Any:
@@ -166,11 +206,10 @@ def make_eager(values: tuple[Any, ...], batch: Any, is_small: Callable[[int, boo
         run_carried()
         here.position.has_recorded = False
     if tensors is values:
-        found = tuple(map(hand_out, values, program.inputs))
-        return found[0] if len(found) == 1 else found
-    group, origins = _Group(None), iter(program.inputs)
-    group.make = lambda real, dim: hand_out(real, next(origins))
-    return _make_values(values, batch, group)
+        if len(values) == 1:
+            return hand_out(values[0], program.inputs[0])
+        return tuple(map(hand_out, values, program.inputs))
+    return _make_values(values, batch, _Followed(program.inputs))
 
 
 def _begin(values: tuple[Any, ...], batch: Any, group: _Group) -> Any:
@@ -192,15 +231,9 @@ def _begin(values: tuple[Any, ...], batch: Any, group: _Group) -> Any:
 
 def _begin_watched(values: tuple[Any, ...], batch: Any) -> Any:
     """The same for a step that is watched: its inputs are known by their place."""
-    group, made = _Group(None), list[torch.Tensor]()
-
-    def make(real: torch.Tensor, dim: int | None) -> torch.Tensor:
-        made.append(group.make_lazy(real, dim))
-        return made[-1]
-
-    group.make = make
+    group = _Watched()
     found = _begin(values, batch, group)
-    trace_inputs(made)
+    trace_inputs(group.made)
     return found
 
 
@@ -208,28 +241,31 @@ def _tensors_of(values: tuple[Any, ...], batch: Any) -> Sequence[torch.Tensor] |
     """The tensors that would be handed out; None where a transform is active, or one of them is lazy already."""
     if active_transform() is not None:
         return None
-    if all(type(value) is torch.Tensor for value in values):
-        return values if all(map(is_plain, values)) else None
-    group, found = _Group(None), list[torch.Tensor]()
-
-    def note(real: torch.Tensor, dim: int | None) -> torch.Tensor:
-        found.append(real)
-        return real
-
-    group.make = note
+    for value in values:
+        if type(value) is not torch.Tensor:
+            break
+        if not is_plain(value):
+            return None
+    else:
+        return values
+    group = _Found()
     _make_values(values, batch, group)
-    return found if found and len(found) == group.num_lazy else None
+    return group.found if group.found and len(group.found) == group.num_lazy else None
 
 
 def _make_values(values: tuple[Any, ...], batch: Any, group: _Group) -> Any:
     """What is handed out for all values of the call."""
     if len(values) == 1:
         return _make_value(values[0], _single(batch, values[0]), group)
+    if type(batch) is int:
+        return tuple([_make_value(value, batch, group) for value in values])
     return tuple([_make_value(value, _member(batch, index), group) for index, value in enumerate(values)])
 
 
 def _make_value(value: Any, batch: Any, group: _Group) -> Any:
     """One value of the call; it is said if nothing of it is lazy."""
+    if type(value) is torch.Tensor and type(batch) is int and is_plain(value):  # As mostly.
+        return group.take(value, batch)
     before = group.num_lazy
     found = _make_lazy(value, batch, group)
     if group.num_lazy == before:
@@ -243,6 +279,6 @@ def _names_a_batch(batch: Any) -> bool:
 
 def _single(batch: Any, value: Any) -> Any:
     """`lazy(x, batch=(0,))` means the same as `lazy(x, batch=0)` for a tensor."""
-    if isinstance(value, torch.Tensor) and isinstance(batch, (list, tuple)) and len(batch) == 1:
+    if isinstance(batch, (list, tuple)) and len(batch) == 1 and isinstance(value, torch.Tensor):
         return batch[0]
     return batch

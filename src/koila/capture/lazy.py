@@ -19,7 +19,6 @@ from koila._torch import (
     PYTHON_KEY,
     is_function_mode_enabled,
     is_key_excluded,
-    make_wrapper,
     ordinary_dispatch,
     throw_on_data_access,
 )
@@ -35,6 +34,7 @@ from koila.capture.patches import install
 from koila.capture.pending import recorder
 from koila.capture.record import budget_of, input_value, real_of, realize
 from koila.capture.repeat import NOT_KNOWN, repeat
+from koila.capture.template import wrapper_maker
 from koila.errors import CaptureError
 from koila.interfaces import BatchedPair, BatchInfo, RunnableTensor
 from koila.ir.graph import collect
@@ -89,14 +89,11 @@ class LazyTensor(torch.Tensor):
     @staticmethod
     def _wrap(value: Value) -> LazyTensor:
         prepass = value.prepass
+        make = prepass.make_wrapper
+        if make is None:
+            make = prepass.make_wrapper = wrapper_maker(prepass)
         # Autograd in C++ must not build a graph on the wrapper: requires_grad is answered below.
-        wrapper = make_wrapper(
-            LazyTensor,
-            prepass.shape,
-            strides=prepass.stride,
-            dtype=prepass.dtype,
-            device=prepass.device,
-        )
+        wrapper: LazyTensor = make()
         throw_on_data_access(wrapper)
         wrapper._held, wrapper._log = value, recorder.place.log
         wrapper._name = -1 if value.position[0] < 0 else _name(value)
@@ -106,16 +103,16 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_key_excluded(PYTHON_KEY):  # Inside `torch.tensor([lazy])`: no fake tensor would be fake.
-            with ordinary_dispatch():
-                return implementation(func)(*args, **(kwargs or {}))
-        if here.position.watches:
+        if here.position.watches and not is_key_excluded(PYTHON_KEY):
             return watch(func, types, args, kwargs)
         handler = known_implementations.get(func) or implementation(func)
         if type(handler) is partial:
             found = repeat(handler.args[0], args, kwargs)
             if found is not NOT_KNOWN:
                 return found
+        if is_key_excluded(PYTHON_KEY):  # Inside `torch.tensor([lazy])`: no fake tensor would be fake.
+            with ordinary_dispatch():
+                return handler(*args, **(kwargs or {}))
         return handler(*args, **kwargs) if kwargs else handler(*args)
 
     @classmethod

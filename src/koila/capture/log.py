@@ -30,6 +30,8 @@ MAX_VALUES = 1 << 24
 """Values of one program are numbered below this: the name of a value is one integer for the program and the number."""
 MAX_HISTORIES = 8
 """For so many sets of held results it is remembered what a program is; see `Log.is_history`."""
+MIN_STORAGES = 64
+"""So many real storages are noted before those that nobody holds are looked for."""
 _epochs = itertools.count()
 
 Operand = Value | torch.Tensor
@@ -72,7 +74,13 @@ class Log:
         """How many of the entries `Recorder.is_read` has looked at."""
         self.tape: list[weakref.ref[Node]] = []
         self.effects: list[Node] = []
-        self.real_storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
+        self.real_storages: dict[int, weakref.ref[Storage]] = {}
+        """Storages of real tensors that values or pending calls of this thread hold, by their address, and some that
+        nobody holds any more.
+
+        Two threads that use the same buffer do not see each other's pending reads and writes of it: each run does what
+        its own thread recorded."""
+        self._max_storages = MIN_STORAGES
         self.writes = False
         """Whether an entry writes to a lazy operand, which may change whether values require grad."""
         self.lock = threading.RLock()
@@ -250,13 +258,26 @@ class Log:
         """The storage of an operand; a real tensor has one only if a pending call writes to it."""
         if isinstance(operand, Value):
             return operand.storage
-        if not register and not self.real_storages:
+        storages = self.real_storages
+        if not register and not storages:
             return None
-        key = storage_key(operand.untyped_storage()) if operand.layout == torch.strided else id(operand)
-        found = self.real_storages.get(key)
+        key = storage_key(operand.untyped_storage()) if operand.layout is torch.strided else id(operand)
+        reference = storages.get(key)
+        found = None if reference is None else reference()
         if found is None and register:
-            found = self.real_storages[key] = Storage(real=True)
+            if len(storages) >= self._max_storages:
+                self._forget_storages()
+            found = Storage(real=True)
+            storages[key] = weakref.ref(found)
         return found
+
+    def _forget_storages(self) -> None:
+        """Forget those that nobody holds; it is done seldom, so that a new one costs little."""
+        storages = self.real_storages
+        for key, reference in list(storages.items()):
+            if reference() is None and storages.get(key) is reference:
+                del storages[key]
+        self._max_storages = max(MIN_STORAGES, 2 * len(storages))
 
     def reals(self, start: int) -> Iterator[torch.Tensor]:
         """The real operands of the entries from `start` on."""

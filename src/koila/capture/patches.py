@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from koila._torch import INNER_MODES, RunMode, TorchDispatchMode
 from koila._torch.dynamo import keep_dynamo_out
 from koila._torch.modules import BUFFER_READERS, SWAPS_TENSORS
-from koila._torch.switches import watch_precision
+from koila._torch.switches import watch_switches
 from koila.capture.bridge import Bridge
 from koila.capture.checkpoints import patch_checkpoint, reentrant_checkpoint
 from koila.capture.distributed import install_distributed
@@ -299,7 +299,7 @@ def install() -> None:
             _patch_state()
             patch_statistics()
             patch_fused_modules()
-            watch_precision()
+            watch_switches()
             install_distributed()
             _patch_scripts()
             patch_transforms()

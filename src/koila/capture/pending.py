@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Protocol
 
 import torch
@@ -20,7 +21,6 @@ from koila._torch import storage_key
 from koila.capture.log import Log
 from koila.ir.node import Node, Storage, Value
 from koila.ir.prepass import is_plain
-from koila.ir.source import Site
 
 MAX_EAGER_CALLS = 100
 """So many calls that ran eagerly are noted by name."""
@@ -48,8 +48,9 @@ class _Place(threading.local):
         self.log = Log()
         self.eager_calls: list[tuple[str, str]] = []
         """Calls that could not be recorded since the last `koila.lazy`, with the reason; the first of them only."""
-        self.started: tuple[Site, int] | None = None
-        """Where `koila.lazy` was called last, and how many results were recorded before."""
+        self.started: tuple[CodeType, int, int] | None = None
+        """Where `koila.lazy` was called last, as the code and the offset in it, and how many results were recorded
+        before."""
         self.not_carried: weakref.WeakSet[Value] = weakref.WeakSet()
         """Values that are not run before the next batch: that would free nothing, or failed once; see `carried`."""
         self.addresses: set[int] = set()
@@ -108,15 +109,6 @@ class Recorder:
         """Whether this thread has recorded nothing that anybody could still ask for, as far as that is known."""
         log = self.place.log
         return not (log.entries or log.tape)
-
-    @property
-    def real_storages(self) -> weakref.WeakValueDictionary[int, Storage]:
-        """Storages of real tensors that values or pending calls of this thread hold, by their address.
-
-        Two threads that use the same buffer do not see each other's pending reads and writes of it: each run does what
-        its own thread recorded.
-        """
-        return self.log.real_storages
 
     def new_epoch(self) -> None:
         """A run has happened: the next recorded call starts a new program."""

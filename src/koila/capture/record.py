@@ -253,8 +253,7 @@ def input_value(real: torch.Tensor, batch: int | None = None, budget: int | None
     """A value that is a real tensor already; a batch dimension that the tensor lacks is none."""
     storage = recorder.place.log.storage_of(real, register=True)  # Calls without nodes will find the same one.
     assert storage is not None
-    prepass = prepass_of(real)
-    value = Value(prepass if batch is None else prepass.with_batch(batch), storage, None, 0)
+    value = Value(prepass_of(real, batch), storage, None, 0)
     value.real = real
     value.budget = budget
     return value

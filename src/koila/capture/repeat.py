@@ -17,7 +17,6 @@ from typing import Any
 
 from koila._scopes import moments
 from koila._torch import throw_on_data_access
-from koila._torch.dynamo import in_compiled_code
 from koila._torch.transforms import is_watched
 from koila.capture.log import Entry, Log
 from koila.capture.pending import recorder
@@ -46,8 +45,6 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Any:
     followers = current.followers.get(func)
     if followers is None or len(log.entries) >= MAX_ENTRIES or is_watched():
         return NOT_KNOWN
-    if recorder.is_hidden_from_dynamo and in_compiled_code():
-        return NOT_KNOWN
     context, base = current_context(), log.base
     with log.lock:
         for node in followers:
@@ -60,7 +57,7 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _append(log: Log, node: TrieNode, template: Template, captured: tuple[Any, ...]) -> Any:
-    specs, name = template.inference.draws, log.base + template.first
+    specs, name, trie = template.inference.draws, log.base + template.first, log.trie
     draws = [draw(spec) for spec in specs] if specs else []
     results = []
     for make, prepass in template.makers:
@@ -74,7 +71,7 @@ def _append(log: Log, node: TrieNode, template: Template, captured: tuple[Any, .
     # An interrupt between two of these lines leaves a number without a call, or a call that nobody can ask for.
     log.count += len(results)
     log.writes |= template.writes
-    log.trie.follow(node)
+    node.used, trie.current = trie.program, node
     log.entries.append(entry)
     if template.returned >= 0:
         return captured[template.returned]

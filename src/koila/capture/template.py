@@ -122,7 +122,7 @@ def template_for(
     except _NoTemplate:
         return None
     match, rebuild = pattern.compiled()
-    makers = tuple((_maker(output.prepass, context.default_dtype), output.prepass) for output in outputs)
+    makers = tuple((wrapper_maker(output.prepass, context.default_dtype), output.prepass) for output in outputs)
     return Template(
         func, context, inference, (scan.function, context, tuple(scan.statics)), match, tuple(pattern.constants),
         tuple(pattern.operands), tuple(pattern.positions), tuple(pattern.slots), rebuild, pattern.arguments, makers,
@@ -171,8 +171,8 @@ def _results(inference: Inference, pattern: _Pattern) -> tuple[tuple[Output, ...
     return inference.outputs, type(structure), -1
 
 
-def _maker(prepass: PrePass, default_dtype: torch.dtype) -> Callable[[], Any]:
-    """What makes a wrapper with this layout in this state; what it would be anyhow is left out."""
+def wrapper_maker(prepass: PrePass, default_dtype: torch.dtype | None = None) -> Callable[[], Any]:
+    """What makes a wrapper with this layout, where this is the default dtype; what it would be anyhow is left out."""
     options: dict[str, Any] = {}
     if prepass.dtype is not default_dtype:
         options["dtype"] = prepass.dtype

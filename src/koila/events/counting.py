@@ -121,9 +121,10 @@ _tallies: dict[Tally, int] = {}
 
 def count_all(tally: Tally) -> None:
     """Raise the counters of a tally, without sites; they are added up when somebody reads counters."""
-    if tally not in _tallies and len(_tallies) >= MAX_TALLIES:
+    times = _tallies.get(tally, 0)
+    if not times and len(_tallies) >= MAX_TALLIES:
         _add_tallies()
-    _tallies[tally] = _tallies.get(tally, 0) + 1
+    _tallies[tally] = times + 1
 
 
 def _add_tallies() -> None:

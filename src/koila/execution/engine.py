@@ -250,8 +250,9 @@ class Engine:
     def _carry_out_again(self, repetition: Repetition, lazy: Any, retain_graph: bool | None, noted: Step) -> None:
         """Run by what was prepared; an error leaves everything as it was (Rule 4)."""
         run, runs = repetition.run, self._recorder.place.runs
-        noted.tries(run.decision)
-        noted.follows = retain_graph is None and was_bound_last(repetition.inputs())
+        noted.decision, noted.is_empty = run.decision, False  # It has no fallback, or it was not prepared.
+        if retain_graph is None:
+            noted.follows = was_bound_last(repetition.inputs())
         mark = runs.begin()
         try:
             if run.is_unlimited:

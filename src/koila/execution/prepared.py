@@ -12,7 +12,7 @@ and that inputs are as they were when their calls were recorded (Rule 5). Else t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,6 @@ import torch
 from koila import events
 from koila._budget import current_budget, is_any_named, last_closed
 from koila._torch import is_state_ordinary
-from koila._torch.dynamo import in_compiled_code
 from koila._torch.transforms import is_watched
 from koila.capture.log import Entry, Log, held_numbers
 from koila.capture.template import BOUND
@@ -123,7 +122,7 @@ class PreparedRun:
         now = resolved(current_budget([] if given is None else [given]), lambda: self.rough_bytes, self.devices)
         return now == budget and self.num_changes == num_changes()
 
-    def _is_copied_alike(self, entries: Sequence[Entry], changing: Sequence[torch.Tensor]) -> bool:
+    def _is_copied_alike(self, entries: Sequence[Entry], changing: Collection[torch.Tensor]) -> bool:
         """Whether a run must copy as much, to be taken back, as when the budget was found to be enough."""
         if self.decision.budget.allowed_bytes is None:
             return True  # Nobody counts.
@@ -138,13 +137,13 @@ class PreparedRun:
         found = (entries[entry].captured[place] for entry, place in self.written)
         return list({id(tensor): tensor for tensor in found}.values())
 
-    def changing(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
+    def changing(self, entries: Sequence[Entry]) -> Collection[torch.Tensor]:
         """Tensors whose `.grad` a backward pass may change."""
-        code = self.code(entries)
-        leaves, made = code.leaves(entries), code.made(entries)
-        if made:
+        code = self.codes[0]
+        leaves = code.leaves(entries)
+        if code.has_made and (made := code.made(entries)):
             leaves.update({id(leaf): leaf for leaf in leaves_behind(list(made.values()))})
-        return list(leaves.values())
+        return leaves.values()
 
 
 class Question:
@@ -241,6 +240,6 @@ def question_of(log: Log, lazy: Any, backward: bool) -> Question | None:
     """What is asked of the program in a log; None if it must be looked at in any case."""
     if not log.entries or lazy._log is not log or not log.is_whole or any_forced():
         return None
-    if is_watched() or in_compiled_code() or not is_state_ordinary():
+    if is_watched() or not is_state_ordinary():
         return None
     return Question(log, lazy, backward)

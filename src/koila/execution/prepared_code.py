@@ -85,6 +85,8 @@ class RunCode:
     """Inputs that are leaves and require grad, by identity."""
     made: Callable[[Sequence[Entry]], dict[int, torch.Tensor]]
     """Inputs that have a history, by identity."""
+    has_made: bool
+    """Whether there are any."""
     make_calls: Callable[[Sequence[Entry], Callable[[int, Exception], Any]], tuple[Any, ...]]
     """Makes the calls, and gives the needed values in order. A call that is not required and fails is handed, with the
     error, to the second argument, which gives what stands for its results."""
@@ -141,14 +143,15 @@ class Writer:
     def written(self) -> RunCode:
         """The functions."""
         self._write_freshness()
-        self._write_inputs()
+        has_made = self._write_inputs()
         self._write_calls()
         text = "\n".join(self._lines)
         names = self._globals
         exec(_codes.of(text), names)
         return RunCode(
-            names["is_fresh"], names["leaves"], names["made"], names["make_calls"], self._results(), self._recorded
-        )
+            names["is_fresh"], names["leaves"], names["made"], has_made, names["make_calls"], self._results(),
+            self._recorded,
+        )  # fmt: skip
 
     # What is looked at before.
 
@@ -181,8 +184,8 @@ class Writer:
         self._globals[f"b{entry}_{place}"] = budget
         return f"g[{place}].budget == b{entry}_{place}"
 
-    def _write_inputs(self) -> None:
-        """Whether an input requires grad, and is a leaf, its call was matched by."""
+    def _write_inputs(self) -> bool:
+        """Whether an input requires grad, and is a leaf, its call was matched by. Gives whether some are no leaves."""
         leaves, made = list[str](), list[str]()
         for entry, _ in self._calls:
             for kind, place in self._templates[entry].operands:
@@ -194,6 +197,7 @@ class Writer:
         for name, found in (("leaves", leaves), ("made", made)):
             body = f"{{id(t): t for t in ({''.join(found)})}}" if found else "{}"
             self._lines += [f"def {name}(entries):", f"    return {body}"]
+        return bool(made)
 
     # The calls.
 

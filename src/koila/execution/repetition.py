@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from koila import events
+from koila._torch import backward_from
 from koila.capture.log import Entry, Log
 from koila.execution.commit import Binding, copied, copied_gradients, is_from_user, restore, restore_gradients
 from koila.execution.prepared import PreparedRun, Question
@@ -31,13 +32,14 @@ LOST = object()
 class Repetition:
     """A prepared run on its way, of which it is known that it applies."""
 
+    _has_nodes = False
+    _binding: Binding | None = None
+    _failed: frozenset[int] = frozenset()
+    """Entries whose calls failed and were not required."""
+
     def __init__(self, run: PreparedRun, log: Log) -> None:
         self.run, self._log, self._entries = run, log, log.entries
-        (self._code,) = run.codes
-        self._failed: set[int] = set()
-        """Entries whose calls failed and were not required."""
-        self._has_nodes = False
-        self._binding: Binding | None = None
+        self._code = run.codes[0]
 
     def inputs(self) -> Iterator[Value]:
         """Inputs that are values."""
@@ -59,7 +61,7 @@ class Repetition:
                 log.take()
             is_bound = True
             if retain_graph is not None:
-                torch.autograd.backward(lazy._held.real, None, retain_graph)
+                backward_from(lazy._held.real, retain_graph)
         except BaseException as error:
             if not (is_bound and is_from_user(error)):
                 restore(buffers)
@@ -86,7 +88,7 @@ class Repetition:
         if is_out_of_memory(error):
             self._note_place(entry, error)
             raise error
-        self._failed.add(place)
+        self._failed |= {place}
         # Rule 6: until then it is counted.
         events.count(f"pending::failed::{type(error).__name__.lstrip('_')}", site=Site(entry.code, entry.offset))
         return LOST

@@ -10,7 +10,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from koila import events
@@ -21,6 +22,9 @@ from koila.planning.calibration import correct
 from koila.planning.decide import Decision
 from koila.planning.in_force import forget_decisions
 from koila.planning.tracker import WorkspaceTracker
+
+_step_end: Callable[[tuple[Any, ...]], events.StepEnd] = partial(tuple.__new__, events.StepEnd)
+"""A `StepEnd` from its fields, without the Python layer of `NamedTuple`."""
 
 
 class Step:
@@ -35,6 +39,10 @@ class Step:
     continues = follows = False
     is_empty = True
     """Whether nothing ran."""
+    _scopes: tuple[Any, ...] = ()
+    """Who wants it measured."""
+    _tracker: WorkspaceTracker | None = None
+    _counters: DeviceCounters | None = None
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -47,14 +55,38 @@ class Step:
         if decision.fallback is not None:
             self.fallbacks = (*self.fallbacks, decision.fallback)
 
-    def end(self, seconds: float, measured_bytes: int | None, scopes: tuple[Any, ...]) -> events.StepEnd:
+    def __enter__(self) -> Step:
+        if _measures.open():
+            self._measure(_measures.all)
+        _thread.step = weakref.ref(self)
+        if self._tracker is not None:
+            self._tracker.__enter__()
+        return self
+
+    def _measure(self, scopes: tuple[Any, ...]) -> None:
+        if scopes:
+            self._scopes, self._tracker, self._counters = scopes, WorkspaceTracker(), DeviceCounters()
+
+    def __exit__(self, *error: object) -> None:
+        if self._tracker is not None:
+            self._tracker.__exit__(*error)
+        _thread.step = _no_step
+        if not self.is_empty:
+            seconds, measured = time.perf_counter() - self.started, None
+            events.spend("run_seconds", seconds)
+            if self._tracker is not None and self._counters is not None:
+                measured = self._counters.peak_bytes() or self._tracker.peak_bytes
+                _learn(self, measured)
+            events.emit(self._end(seconds, measured))
+
+    def _end(self, seconds: float, measured_bytes: int | None) -> events.StepEnd:
         """What was noted."""
         spent = self._spent
-        return events.StepEnd(
+        return _step_end((
             self.decision, seconds, spent["trace_seconds"] - self.traced, spent["plan_seconds"] - self.planned,
             self.phase_seconds, measured_bytes, self.num_failures, self.fallbacks, self.num_calls, self.continues,
-            self.follows, scopes,
-        )  # fmt: skip
+            self.follows, self._scopes,
+        ))  # fmt: skip
 
 
 def _no_step() -> None:
@@ -74,38 +106,10 @@ _thread = _Thread()
 _measures = Scopes[Any]("measures")
 
 
-class step:
+def step() -> AbstractContextManager[Step]:
     """A scope for one step; a step within a step (a hook that forces a value) is part of it."""
-
-    _tracker: WorkspaceTracker | None = None
-    _counters: DeviceCounters | None = None
-
-    def __enter__(self) -> Step:
-        self._outer = outer = _thread.step()
-        if outer is not None:
-            return outer
-        self._scopes = scopes = _measures.all
-        self._step = found = Step()
-        if scopes:
-            self._tracker, self._counters = WorkspaceTracker(), DeviceCounters()
-        _thread.step = weakref.ref(found)
-        if self._tracker is not None:
-            self._tracker.__enter__()
-        return found
-
-    def __exit__(self, *error: Any) -> None:
-        if self._outer is not None:
-            return
-        if self._tracker is not None:
-            self._tracker.__exit__(*error)
-        _thread.step = _no_step
-        if not self._step.is_empty:
-            seconds, measured = time.perf_counter() - self._step.started, None
-            events.spend("run_seconds", seconds)
-            if self._tracker is not None and self._counters is not None:
-                measured = self._counters.peak_bytes() or self._tracker.peak_bytes
-                _learn(self._step, measured)
-            events.emit(self._step.end(seconds, measured, self._scopes))
+    outer = _thread.step()
+    return Step() if outer is None else nullcontext(outer)
 
 
 def memory_ran_out() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from koila._torch import is_any_autocast_enabled
-from koila._torch.switches import FIRST_OF_KERNELS, read_switches, set_switches
+from koila._torch.switches import FIRST_OF_KERNELS, read_switches, set_switches, switches
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def current_context() -> Context:
     global _last
     state = (
         _is_grad_enabled(), _is_inference_enabled(), _increment_nesting() and _decrement_nesting() > 0,
-        _default_dtype(), _is_anomaly_enabled(), read_switches(),
+        _default_dtype(), _is_anomaly_enabled(), switches.now or switches.read(),
         torch.accelerator.current_stream() if _has_accelerator else None,
     )  # fmt: skip
     if is_any_autocast_enabled():

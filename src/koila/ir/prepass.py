@@ -8,6 +8,7 @@ Records are interned weakly: one that no value and no cache refers to is forgott
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class PrePass:
         "dtype",
         "inference",
         "layout",
+        "make_wrapper",
         "requires_grad",
         "shape",
         "stride",
@@ -58,6 +60,8 @@ class PrePass:
         self._key = key
         self._plain: PrePass | None = None
         """The same record without a batch, if this one was made from it."""
+        self.make_wrapper: Callable[[], Any] | None = None
+        """What makes lazy tensors like this; kept here by whoever made one."""
         self.shape, self.stride, self.dtype, self.device, self.layout, *rest = key
         self.requires_grad, self.batch, self.inference, self.bits = rest
 
@@ -149,26 +153,30 @@ def _forget(reference: weakref.KeyedRef[_Key, PrePass]) -> None:
         del _interned[reference.key]
 
 
-def prepass_of(tensor: torch.Tensor) -> PrePass:
-    """The record of a real or fake tensor.
+def prepass_of(tensor: torch.Tensor, batch: int | None = None) -> PrePass:
+    """The record of a real or fake tensor, which may have a batch in one of its dimensions.
 
     >>> prepass_of(torch.zeros(2, 3)) is prepass_of(torch.ones(2, 3))
     True
     """
     layout = tensor.layout
-    return _intern(
-        (
-            tuple(tensor.shape),
-            tensor.stride() if layout is torch.strided else (),
-            tensor.dtype,
-            tensor.device,
-            layout,
-            tensor.requires_grad,
-            None,
-            tensor.is_inference(),
-            (tensor.is_conj(), tensor.is_neg()),
-        )
+    key = (
+        tensor.shape,
+        tensor.stride() if layout is torch.strided else (),
+        tensor.dtype,
+        tensor.device,
+        layout,
+        tensor.requires_grad,
+        batch,
+        tensor.is_inference(),
+        (tensor.is_conj(), tensor.is_neg()),
     )
+    reference = _interned.get(key)  # A shape is equal to the tuple of its sizes.
+    found = None if reference is None else reference()
+    if found is not None:
+        return found
+    plain = _intern((tuple(tensor.shape), *key[1:6], None, *key[7:]))
+    return plain if batch is None else plain.with_batch(batch)
 
 
 PLAIN_TYPES: set[type] = {torch.Tensor, torch.nn.Parameter}
@@ -183,7 +191,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     >>> is_plain(torch.nn.Parameter(torch.ones(2))), is_plain(torch.eye(2).to_sparse())
     (True, False)
     """
-    return type(tensor) in PLAIN_TYPES and tensor.layout == torch.strided and not tensor.is_nested
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def with_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:

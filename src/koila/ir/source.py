@@ -61,8 +61,6 @@ class Site:
 
 
 def _is_internal(code: CodeType) -> bool:
-    if id(code) in _external:
-        return False
     found = code.co_filename.startswith((*_INTERNAL, "<"))
     known = _internal if found else _external
     if len(known) >= MAX_CODES:
@@ -73,11 +71,14 @@ def _is_internal(code: CodeType) -> bool:
 
 def user_frame(frame: FrameType) -> FrameType:
     """The innermost frame outside torch and koila, from a frame outwards; the outermost if there is none."""
-    while id(frame.f_code) in _internal or _is_internal(frame.f_code):
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return frame
+    while True:
+        code = frame.f_code
+        if id(code) not in _internal and (id(code) in _external or not _is_internal(code)):
+            return frame
+        outer = frame.f_back
+        if outer is None:
+            return frame
+        frame = outer
 
 
 def user_site() -> Site:

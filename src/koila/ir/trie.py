@@ -27,7 +27,6 @@ class TrieNode:
         "depth",
         "followers",
         "histories",
-        "hits",
         "inference",
         "is_learned",
         "key",
@@ -51,7 +50,6 @@ class TrieNode:
         self.numbers: tuple[float, ...] = ()
         """The numbers among its arguments for which the inference holds: they may vary, and the program goes on."""
         self.successors: dict[Hashable, TrieNode] = {}
-        self.hits = 0
         self.used = 0
         """The program (by number) that went through it last."""
         self.template: Any = None
@@ -95,14 +93,17 @@ class TrieCache:
         """Where the program stands; None after it left the trie."""
         self._ends: OrderedDict[TrieNode, None] = OrderedDict()
         """The last calls of whole programs, the least recently used first."""
-        self._program = 0
+        self.program = 0
+        """The number of the program that is recorded now."""
         register(self)
 
     def reset_current(self) -> None:
         """Start again at the root: a new program begins."""
-        self._note_end()
-        self._program += 1
-        self.current = self.root
+        current, root = self.current, self.root
+        if current is not root:
+            self._note_end()
+            self.current = root
+        self.program += 1
 
     def traverse(self, key: Hashable, numbers: tuple[float, ...] = ()) -> Inference | None:
         """Follow the call from the current node; None if no program went this way, or not with these numbers."""
@@ -117,17 +118,10 @@ class TrieCache:
         if successor.numbers != numbers:
             events.count("trie::miss::another number")
             return None
-        successor.hits += 1
-        successor.used = self._program
+        successor.used = self.program
         self.current = successor
         events.count("trie::hit")
         return successor.inference
-
-    def follow(self, node: TrieNode) -> None:
-        """Go to a successor of the current node, whose template has matched."""
-        node.hits += 1
-        node.used = self._program
-        self.current = node
 
     def learn(self, node: TrieNode, func: Any, template: Any) -> None:
         """The call of a node is recognised by this template from now on; by none if it is None."""
@@ -162,7 +156,7 @@ class TrieCache:
             node = current.successors[key] = TrieNode(inference, current, key)
             self.num_nodes += 1
         self._unlearn(node)
-        node.inference, node.numbers, node.used = inference, numbers, self._program
+        node.inference, node.numbers, node.used = inference, numbers, self.program
         self.current = node
         return node
 

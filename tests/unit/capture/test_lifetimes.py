@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import koila
+from koila.capture.log import MIN_STORAGES
+from koila.capture.pending import recorder
 from koila.ir.owned import Identity, static_key
 
 
@@ -90,3 +92,38 @@ def test_what_compares_by_value_stands_for_itself() -> None:
     assert static_key(module.forward) == static_key(module.forward) != static_key(nn.ReLU().forward)
     with pytest.raises(TypeError, match="unhashable"):
         static_key({1})
+
+
+def test_a_step_that_repeats_leaves_nothing_to_the_collector() -> None:
+    model, x, y = nn.Linear(4, 1), torch.randn(8, 4), torch.randn(8, 1)
+
+    def step() -> None:
+        given, wanted = koila.lazy(x, y)
+        nn.functional.mse_loss(model(given), wanted).backward()
+
+    for _ in range(5):
+        step()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            step()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_storages_of_inputs_that_are_gone_are_forgotten() -> None:
+    log = recorder.place.log
+    held = [koila.lazy(torch.ones(2)) for _ in range(10)]
+    for _ in range(1000):
+        koila.lazy(torch.ones(2))
+    assert len(log.real_storages) <= 4 * MIN_STORAGES
+    alive = {id(lazy._value.storage) for lazy in held}
+    assert alive <= {id(reference()) for reference in log.real_storages.values()}
+
+
+def test_inputs_in_one_memory_share_their_storage() -> None:
+    x = torch.ones(4)
+    first, second, other = koila.lazy(x), koila.lazy(x[:2]), koila.lazy(torch.ones(4))
+    assert first._value.storage is second._value.storage is not other._value.storage
