@@ -15,6 +15,7 @@ from koila.execution import engine
 from koila.planning import in_force, trials
 from koila.planning.decide import Decision
 from koila.planning.in_force import forget_decisions
+from koila.planning.tracker import StorageTracker
 from koila.planning.trials import NUM_STEPS, Trial
 
 NUM_ROUNDS = 30
@@ -73,6 +74,23 @@ def test_the_fastest_plan_stays(planned: dict[Decision, float]) -> None:
     assert len(planned) >= 2 and all(size <= 5 * 2**20 for size in planned.values())
     assert koila.last_report().projected_bytes == min(planned.values())
     assert measured.peak_bytes <= 5 * 2**20
+
+
+def test_the_time_of_a_plan_that_cuts_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no phases; its time is that of the run."""
+    seconds: list[float] = []
+    monkeypatch.setattr(engine, "note_seconds", lambda job, decision, taken: seconds.append(taken))
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh())]
+    model, x = nn.Sequential(*layers).double(), torch.randn(256, 32, dtype=torch.float64)
+    with StorageTracker() as tracker:
+        model(x).pow(4).sum().backward()
+    model.zero_grad()
+    with koila.budget(int(0.7 * tracker.peak_bytes)):
+        model(koila.lazy(x)).pow(4).sum().backward()
+    report = koila.last_report()
+    assert report.how == "split" and report.phase_seconds == () and report.recomputed
+    assert len(seconds) == 1 and seconds[0] > 0
 
 
 def test_a_loop_ends_its_trials(planned: dict[Decision, float]) -> None:

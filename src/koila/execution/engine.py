@@ -345,7 +345,7 @@ class Engine:
         graph.check_fresh()
         results = run_split(decision, graph, seeds)
         noted.phase_seconds = results.phase_seconds
-        note_seconds(job, decision, sum(results.phase_seconds))
+        note_seconds(job, decision, results.seconds)
         if job.demand.roots and task.request is None:
             history_of(job).ran(guessed=decision.wanted.gradients)
         bound = attached(job, decision, results, seeds)

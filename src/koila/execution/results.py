@@ -40,6 +40,8 @@ class Results:
     """The batch dimension of each output that plainly carries the batch."""
     phase_seconds: tuple[float, ...] = ()
     """The time of each phase."""
+    seconds: float = 0.0
+    """The time of the run: of its phases, and of what runs before, between and after them."""
 
 
 _compiled: weakref.WeakKeyDictionary[Decision, CompiledPlan] = weakref.WeakKeyDictionary()
@@ -67,14 +69,15 @@ def run_split(
     room_bytes = 0 if decision.projection is None else decision.projection.copying_bytes
     with offload_in(decision.budget.offload, room_bytes, code.files), _placing_errors(graph):
         values = run_chunked(code, graph, inputs_of(joint, graph, seeds, before), phase_seconds)
-    events.emit(events.RunEnd(time.perf_counter() - started, len(plan.chunks)))
+    seconds = time.perf_counter() - started
+    events.emit(events.RunEnd(seconds, len(plan.chunks)))
     first = joint.num_outputs
     last = first + len(joint.wrt)
     outputs = {index: values[index] for index in wanted.outputs}
     written = dict(zip(joint.written, values[last:], strict=True)) if wanted.effects else {}
     gradients = values[first:last] if wanted.gradients else []
     dims = {index: dim for index, dim in code.batch_dims.items() if index in outputs}
-    return Results(outputs, gradients, written, dims, tuple(phase_seconds))
+    return Results(outputs, gradients, written, dims, tuple(phase_seconds), seconds)
 
 
 def stream_split(decision: Decision, graph: Graph) -> Iterator[torch.Tensor]:

@@ -5,15 +5,19 @@ by themselves, the symbols, and for any number that was seen in every sample a `
 of the few kinds that are looked for: a product of symbols, times a whole number, plus or minus at most two; for floats
 also the inverse of one (a mean), or its root. From numbers that are not sizes of inputs, the order of a norm, say, only
 the inverse follows: nothing that was recorded would contradict a formula that fits by chance. There is no division on
-purpose: `(T - 1) // 2 + 1` and `T // 2` agree in too many samples. No torch here.
+purpose: `(T - 1) // 2 + 1` and `T // 2` agree in too many samples.
+
+A number that nobody recorded may follow from several products alike, if the samples do not tell them apart, or may seem
+to be a constant because a product (4 · 6 and 6 · 4) or a part of a size (the halves of 8 and 9) stood still. So nothing
+is said about a program in which such products, or such parts, are not alike any more. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
-from math import prod
+from math import gcd, prod
 
 Number = int | float
 Values = tuple[Number, ...]
@@ -22,6 +26,8 @@ SMALL = 2
 """The largest summand of a formula. Sizes below it have ways of their own: PyTorch drops or expands such dimensions."""
 _DEGREES = ((1, 64), (2, 12), (3, 5))
 """Products of so many factors are taken of so many symbols."""
+_PARTS = (2, 3, 4, -2)
+"""The parts of a size that programs use, rounded down, and the half rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,31 @@ class Formulas:
             self._changing.append((place, formula))
         self._fixed = [(place, column[0]) for place, column in enumerate(columns) if place not in set(varying)]
         self._recorded = {columns[place] for place in varying}
+        self._alike = list(self._products_alike())
+        self._still = list(self._parts_that_stand_still())
+
+    def _products_alike(self) -> Iterator[tuple[tuple[int, ...], int, tuple[int, ...], int]]:
+        """Products that differ by a factor only, or from a constant, each with its value in the first sample."""
+        seen: dict[Values, tuple[tuple[int, ...], int]] = {(1,) * len(self._samples): ((), 1)}
+        for values, symbols in self._products:
+            if _is_whole(values) and (divisor := gcd(*values)):  # type: ignore[arg-type]
+                first = int(values[0])
+                other = seen.setdefault(tuple([value // divisor for value in values]), (symbols, first))
+                if other[0] != symbols:
+                    yield symbols, first, *other
+
+    def _parts_that_stand_still(self) -> Iterator[tuple[int, int, int]]:
+        """Symbols whose half, third or quarter is the same in all samples (rounded up, if the part is negative).
+
+        A third or a quarter that is one is left out: few sizes would be left.
+        """
+        for symbol, column in enumerate(self._columns):
+            if _is_whole(column):
+                for part in _PARTS:
+                    found = {size // part for size in column}
+                    value = int(found.pop())
+                    if not found and (abs(value) > 1 or abs(part) == 2):
+                        yield symbol, part, value
 
     def _add(self, column: Values, is_number: bool) -> None:
         """One more symbol: its products with the others."""
@@ -192,4 +223,9 @@ class Formulas:
         values = (*values, *(formula(values) for formula in self._shifted))
         if any(numbers[place] != formula(values) for place, formula in self._changing):
             raise NoFormula("a number is not as its formula says")
+        if any(values[symbol] // part != value for symbol, part, value in self._still):
+            raise NoFormula("a part of a size that was the same in all traces is another")
+        of = lambda symbols: prod(values[symbol] for symbol in symbols)  # noqa: E731
+        if any(of(one) * other != of(another) * first for one, first, another, other in self._alike):
+            raise NoFormula("products of sizes that the traces did not tell apart differ")
         return values

@@ -110,14 +110,18 @@ def nodes_of(joint: Joint) -> list[Any]:
     ]  # fmt: skip
 
 
+STANDING_STILL = {"every second", "strided", "three chunks", "unfolded"}
+"""Programs in which half of a size is the same at two lengths: a third one tells what follows from it."""
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_graph_that_is_built_is_the_graph_that_is_traced(name: str) -> None:
     program, samples, structures = PROGRAMS[name], [], []
-    for batch, length in ((5, 19), (7, 22)):
+    for batch, length in ((5, 19), (7, 22), *([(6, 37)] if name in STANDING_STILL else [])):
         graph, demand, _ = recorded(program, batch, length)
         samples.append(Sample(graph, trace(graph, demand)))
         structures.append(structure_of(graph))
-    assert structures[0] == structures[1]
+    assert len(set(structures)) == 1
     try:
         family = Family(samples)
     except NoFormula:

@@ -43,7 +43,7 @@ def test_code_from_another_size_is_what_would_be_written(
         return found
 
     monkeypatch.setattr(codegen, "_like", checked)
-    for batch, length in LENGTHS[:12]:
+    for batch, length in LENGTHS[:16]:
         with koila.budget(chunk_size=3) if allowed is None else koila.budget(allowed):
             try:
                 step(model, batch, length, True).backward()
