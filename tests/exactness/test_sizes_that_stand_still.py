@@ -21,6 +21,9 @@ PROGRAMS: dict[str, Program] = {
         torch.fft.fftshift((x @ w).tanh(), dim=1) * torch.arange(x.shape[1], dtype=torch.float64).view(-1, 1)
     ).sum(),
     "halves": lambda x, w: (a := (x @ w).tanh().chunk(2, 1))[0].exp().sum() + a[1].square().mean(),
+    "a mean over twice the length and one": lambda x, w: torch.cat(
+        [(h := (x @ w).tanh()), h.exp(), h[:, :1]], 1
+    ).mean(),
     "layer norm over two dimensions": lambda x, w: F.layer_norm(x @ w, x.shape[1:]).pow(3).mean(),
 }
 SIZES = {
@@ -29,6 +32,8 @@ SIZES = {
     "equal ratios": [(4, 6), (8, 12), (6, 6), (10, 4), (4, 10)],
     "equal halves": [(5, 8), (5, 9), (5, 12), (5, 13), (7, 7)],
     "small equal halves": [(4, 4), (6, 5), (4, 12), (7, 13)],
+    "equal products of what follows": [(9, 2), (5, 4), (4, 6), (6, 9)],
+    "a half that is the batch": [(4, 8), (6, 13), (9, 10), (5, 12)],
     "equal thirds": [(5, 12), (5, 13), (5, 14), (5, 21), (6, 30)],
 }
 

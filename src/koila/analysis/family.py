@@ -32,7 +32,7 @@ from koila.ir.tree import map_leaves
 
 aten = torch.ops.aten
 
-MAX_SAMPLES = 3
+MAX_SAMPLES = 4
 """Traces that a family is made of at the most: the latest."""
 
 
@@ -133,6 +133,8 @@ class Family:
         rows = list(zip(*(joint.module.graph.nodes for joint in joints), strict=True))
         self._index = [{node: index for index, node in enumerate(joint.module.graph.nodes)} for joint in joints]
         self._sizes: dict[tuple[Any, ...], _Size] = {}
+        self._rivals: set[tuple[Formula, ...]] = set()
+        """Formulas of one number that nobody recorded."""
         self._templates: list[_Template] = []
         for index, row in enumerate(rows):
             self._templates.append(self._template(row))
@@ -187,6 +189,7 @@ class Family:
             return first
         if type(first) not in (int, float):
             raise NoFormula(f"{first} and {values[1]} stand in one place")
+        self._rivals.add(self._formulas.rivals(tuple(values)))
         found = self._formulas.formula(tuple(values)) or self._sizes.get((type(first), *values))
         if found is None:
             raise NoFormula(f"{', '.join(map(str, values))} follow from nothing that is recorded")
@@ -210,6 +213,8 @@ class Family:
             NoFormula: Its numbers are not as the formulas say.
         """
         symbols = self._formulas.values_for(numbers_of(graph))
+        if any(not _agree(rivals, symbols) for rivals in self._rivals):
+            raise NoFormula("a number that nobody recorded may follow from several formulas, which differ")
         if not self._first.holds_for(graph):
             raise NoFormula("a number is another one that is pinned")
         inputs = [prepass for _, prepass in inputs_of(graph, demand)]
@@ -218,6 +223,15 @@ class Family:
                 return _Builder(self._templates, symbols, inputs).joint(self._first, graph)
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
             raise NoFormula(f"PyTorch refuses the graph: {type(error).__name__}") from error
+
+
+def _agree(rivals: Sequence[Formula], symbols: Sequence[Number]) -> bool:
+    """Whether formulas give the same number, but for rounding."""
+    values = [formula(symbols) for formula in rivals]
+    return all(abs(value - values[0]) <= _ROUNDING * abs(values[0]) for value in values)
+
+
+_ROUNDING = 1e-15
 
 
 def _check_alike(joints: Sequence[Joint]) -> None:

@@ -27,7 +27,7 @@ from koila.ir.cache import Cache
 from koila.ir.formulas import Formula, Formulas, NoFormula
 from koila.ir.numbers import Number
 
-MAX_SAMPLES = 3
+MAX_SAMPLES = 4
 """Facts that others are made of at the most: the latest."""
 MAX_ITEMS = 12_000
 """Facts are kept as long as they have fewer items in all."""

@@ -7,16 +7,17 @@ also the inverse of one (a mean), or its root. From numbers that are not sizes o
 the inverse follows: nothing that was recorded would contradict a formula that fits by chance. There is no division on
 purpose: `(T - 1) // 2 + 1` and `T // 2` agree in too many samples.
 
-A number that nobody recorded may follow from several products alike, if the samples do not tell them apart, or may seem
-to be a constant because a product (4 · 6 and 6 · 4) or a part of a size (the halves of 8 and 9) stood still. So nothing
-is said about a program in which such products, or such parts, are not alike any more. No torch here.
+A number that nobody recorded may follow from several things alike, if the samples do not tell them apart, or may seem
+to be a constant because a product (4 · 6 and 6 · 4) or a part of a size (the halves of 8 and 9) stood still. So there
+is a sample more than sizes of inputs that vary by themselves, and nothing is said about a program in which products, or
+parts, that were alike in all samples are not alike any more. No torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import chain, combinations_with_replacement
 from math import gcd, prod
 
 Number = int | float
@@ -26,6 +27,8 @@ SMALL = 2
 """The largest summand of a formula. Sizes below it have ways of their own: PyTorch drops or expands such dimensions."""
 _DEGREES = ((1, 64), (2, 12), (3, 5))
 """Products of so many factors are taken of so many symbols."""
+_COMPARED = ((1, 64), (2, 32), (3, 12))
+"""Products of so many factors are compared of so many recorded numbers."""
 _PARTS = (2, 3, 4, -2)
 """The parts of a size that programs use, rounded down, and the half rounded up."""
 
@@ -72,6 +75,9 @@ class Formulas:
         samples: The numbers of each program.
         first: So many numbers at the beginning are those of inputs: symbols are looked for among them first.
 
+    Raises:
+        NoFormula: There are too few samples.
+
     >>> found = Formulas([(8, 20, 160), (8, 27, 216)], 2)
     >>> found.symbols, found.formula((19, 26))
     ((1,), Formula(symbols=(0,), factor=1, summand=-1, power=1.0, divisor=1))
@@ -86,6 +92,7 @@ class Formulas:
         """Symbols that are whole numbers among arguments, not sizes of inputs."""
         self._products: list[tuple[Values, tuple[int, ...]]] = []
         self._known: dict[tuple[type, Values], Formula | None] = {}
+        self._rivals: dict[tuple[type, Values], tuple[Formula, ...]] = {}
         found: list[int] = []
         self._changing: list[tuple[int, Formula]] = []
         columns: list[Values] = list(zip(*samples, strict=True))
@@ -99,11 +106,11 @@ class Formulas:
         self.symbols = tuple(found)
         """The places of the numbers that vary by themselves."""
         self._shifted: list[Formula] = []
-        """Symbols plus or minus something, as they are recorded: `B * (T + 1)` is a product of one."""
+        """Symbols times and plus something, as they are recorded: `B * (2 * T + 1)` is a product of one."""
         own = [(symbol,) for symbol in range(len(found))]
         for column in dict.fromkeys(columns[place] for place in varying if _is_whole(columns[place])):
             formula = self.formula(column)
-            is_shifted = formula is not None and formula.factor == 1 and formula.summand and formula.divisor == 1
+            is_shifted = formula is not None and formula.summand and formula.divisor == 1
             if formula is not None and is_shifted and formula.power == 1.0 and formula.symbols in own:
                 self._shifted.append(formula)
                 self._add(column, is_number=formula.symbols[0] in self._numbers)
@@ -113,31 +120,48 @@ class Formulas:
             self._changing.append((place, formula))
         self._fixed = [(place, column[0]) for place, column in enumerate(columns) if place not in set(varying)]
         self._recorded = {columns[place] for place in varying}
-        self._alike = list(self._products_alike())
-        self._still = list(self._parts_that_stand_still())
+        if sum(place < first for place in found) >= len(samples):
+            raise NoFormula("too few traces for so many sizes that vary")
+        self._alike = list(self._products_alike(varying, columns))
+        of_sizes = [place for place, formula in self._changing if self._numbers.isdisjoint(formula.symbols)]
+        self._parts = list(self._parts_alike(of_sizes, columns))
 
-    def _products_alike(self) -> Iterator[tuple[tuple[int, ...], int, tuple[int, ...], int]]:
-        """Products that differ by a factor only, or from a constant, each with its value in the first sample."""
+    def _products_alike(
+        self, varying: Sequence[int], columns: Sequence[Values]
+    ) -> Iterator[tuple[tuple[int, ...], int, tuple[int, ...], int]]:
+        """Recorded numbers, and products of two or three, that differ by a factor only, or from a constant.
+
+        Each is given by the places of its factors, with its value in the first sample.
+        """
         seen: dict[Values, tuple[tuple[int, ...], int]] = {(1,) * len(self._samples): ((), 1)}
-        for values, symbols in self._products:
-            if _is_whole(values) and (divisor := gcd(*values)):  # type: ignore[arg-type]
-                first = int(values[0])
-                other = seen.setdefault(tuple([value // divisor for value in values]), (symbols, first))
-                if other[0] != symbols:
-                    yield symbols, first, *other
+        whole = {columns[place]: place for place in reversed(varying) if _is_whole(columns[place])}
+        places = sorted(whole.values())
+        chosen = (combinations_with_replacement(places[:most], degree) for degree, most in _COMPARED)
+        for factors in chain.from_iterable(chosen):
+            values = [prod(int(columns[place][sample]) for place in factors) for sample in range(len(self._samples))]
+            divisor = gcd(*values)
+            if divisor:
+                other = seen.setdefault(tuple([value // divisor for value in values]), (factors, values[0]))
+                if other[0] != factors:
+                    yield factors, values[0], *other
 
-    def _parts_that_stand_still(self) -> Iterator[tuple[int, int, int]]:
-        """Symbols whose half, third or quarter is the same in all samples (rounded up, if the part is negative).
+    def _parts_alike(
+        self, places: Sequence[int], columns: Sequence[Values]
+    ) -> Iterator[tuple[int, int, int | None, int]]:
+        """Sizes whose half, third or quarter (rounded up, if the part is negative) is the same in all samples, or is
+        another size plus or minus a little: the place of that, or None, and the rest.
 
         A third or a quarter that is one is left out: few sizes would be left.
         """
-        for symbol, column in enumerate(self._columns):
-            if _is_whole(column):
-                for part in _PARTS:
-                    found = {size // part for size in column}
-                    value = int(found.pop())
-                    if not found and (abs(value) > 1 or abs(part) == 2):
-                        yield symbol, part, value
+        whole = {columns[place]: place for place in reversed(places) if _is_whole(columns[place])}
+        for column, place, part in ((*item, part) for item in whole.items() for part in _PARTS):
+            values = [abs(int(size) // part) for size in column]
+            if len(set(values)) == 1 and (values[0] > 1 or abs(part) == 2):
+                yield place, part, None, values[0]
+            for other, its in whole.items():
+                rests = {value - int(size) for value, size in zip(values, other, strict=True)}
+                if len(rests) == 1 and abs(min(rests)) <= SMALL:
+                    yield place, part, its, rests.pop()
 
     def _add(self, column: Values, is_number: bool) -> None:
         """One more symbol: its products with the others."""
@@ -159,7 +183,7 @@ class Formulas:
         """The formula of a number that is so much in the samples."""
         key = (type(values[0]), values)
         if key not in self._known:
-            self._known[key] = self._whole(values) if _is_whole(values) else self._float(values)
+            self._known[key] = next(self._wholes(values) if _is_whole(values) else self._floats(values), None)
         return self._known[key]
 
     def is_recorded(self, values: Values) -> bool:
@@ -169,12 +193,21 @@ class Formulas:
         """
         return values in self._recorded
 
-    def _whole(self, values: Values) -> Formula | None:
+    def rivals(self, values: Values) -> tuple[Formula, ...]:
+        """All formulas that give a number that nobody recorded: where they differ, nothing is known of it."""
+        if self.is_recorded(values):
+            return ()
+        key = (type(values[0]), values)
+        if key not in self._rivals:
+            self._rivals[key] = tuple(self._wholes(values) if _is_whole(values) else self._floats(values))
+        return self._rivals[key]
+
+    def _wholes(self, values: Values) -> Iterator[Formula]:
         products = [(product, symbols) for product, symbols in self._products if _is_whole(product)]
         for product, symbols in products:
             factor, rest = divmod(values[0], product[0]) if product[0] else (0, 1)
             if not rest and factor and all(v == factor * p for v, p in zip(values, product, strict=True)):
-                return Formula(symbols, factor)
+                yield Formula(symbols, factor)
         for product, symbols in products:
             other = next((sample for sample, p in enumerate(product) if p != product[0]), None)
             if other is None:
@@ -184,10 +217,9 @@ class Formulas:
             if rest or not factor or abs(summand) > SMALL:
                 continue
             if all(v == factor * p + summand for v, p in zip(values, product, strict=True)):
-                return Formula(symbols, factor, summand)
-        return None
+                yield Formula(symbols, factor, summand)
 
-    def _float(self, values: Values) -> Formula | None:
+    def _floats(self, values: Values) -> Iterator[Formula]:
         of_sizes = [(product, symbols) for product, symbols in self._products if self._numbers.isdisjoint(symbols)]
         for power in (1.0, -1.0, -0.5, 0.5):
             for product, symbols in self._products if power == -1.0 else of_sizes:
@@ -195,19 +227,18 @@ class Formulas:
                     for summand in (0, 1, -1):
                         formula = Formula(symbols, factor, summand, power)
                         if all(_gives(formula, p, value) for p, value in zip(product, values, strict=True)):
-                            return formula
+                            yield formula
         for product, symbols in self._products if values[0] else ():
             for factor, summand in ((f, s) for f in (1, -1, 2, -2) for s in (0, 1, -1)):
                 first = values[0] * (product[0] + summand)
                 formula = Formula(symbols, factor, summand, -1.0, round(factor / first) if first else 0)
                 pairs = zip(product, values, strict=True)
                 if formula.divisor > 0 and all(_gives(formula, p, value) for p, value in pairs):
-                    return formula
+                    yield formula
         for product, symbols in of_sizes:
             divisor = round(product[0] / values[0]) if values[0] else 0
             if abs(divisor) > 1 and all(p / divisor == v for v, p in zip(values, product, strict=True)):
-                return Formula(symbols, divisor=divisor)
-        return None
+                yield Formula(symbols, divisor=divisor)
 
     def values_for(self, numbers: Values) -> Values:
         """What the symbols are in a new program, and the shifted ones after them.
@@ -223,9 +254,10 @@ class Formulas:
         values = (*values, *(formula(values) for formula in self._shifted))
         if any(numbers[place] != formula(values) for place, formula in self._changing):
             raise NoFormula("a number is not as its formula says")
-        if any(values[symbol] // part != value for symbol, part, value in self._still):
-            raise NoFormula("a part of a size that was the same in all traces is another")
-        of = lambda symbols: prod(values[symbol] for symbol in symbols)  # noqa: E731
+        for place, part, other, rest in self._parts:
+            if abs(int(numbers[place]) // part) != rest + (0 if other is None else numbers[other]):
+                raise NoFormula("a part of a size that was like another number in all traces is not")
+        of = lambda places: prod(numbers[place] for place in places)  # noqa: E731
         if any(of(one) * other != of(another) * first for one, first, another, other in self._alike):
             raise NoFormula("products of sizes that the traces did not tell apart differ")
         return values

@@ -23,7 +23,7 @@ from koila.ir.tree import leaves, map_leaves
 
 OPERAND_SIZED = ("lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "dropout")
 """Functions whose results and random numbers have the sizes of operands."""
-MAX_SAMPLES = 3
+MAX_SAMPLES = 4
 """Inferences that formulas are made of at the most: the latest."""
 
 

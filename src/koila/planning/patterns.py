@@ -37,7 +37,7 @@ from koila.planning.rates import copy_seconds, fresh_bytes
 from koila.planning.schedule import Schedule
 from koila.planning.step import Kind, Sink, Step
 
-MAX_SAMPLES = 3
+MAX_SAMPLES = 4
 """Schedules that a pattern is made of at the most: the latest."""
 MAX_STEPS = 6_000
 """Patterns are kept as long as their schedules have fewer steps in all; a step takes about one KiB."""
@@ -320,9 +320,9 @@ class _Family:
 
     def _make(self, samples: list[_Sample]) -> _Pattern | None:
         numbers = tuple(sample.numbers for sample in samples)
-        if numbers not in self._formulas:
-            self._formulas = {numbers: Formulas(numbers, samples[0].num_inputs)}
         try:
+            if numbers not in self._formulas:
+                self._formulas = {numbers: Formulas(numbers, samples[0].num_inputs)}
             return _Pattern(samples, self._formulas[numbers])
         except NoFormula as reason:
             events.count(f"sizes::no pattern: {reason}")

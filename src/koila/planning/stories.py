@@ -21,7 +21,7 @@ from koila.planning.forms import Form
 from koila.planning.tracker import Call, Life
 from koila.planning.workspace import retained_bytes, workspace_bytes
 
-MAX_SAMPLES = 3
+MAX_SAMPLES = 4
 """Stories that formulas are made of at the most: the latest."""
 
 
@@ -78,8 +78,8 @@ class Stories:
         if len(self._samples) < 2:
             return
         stories = [each for _, each in self._samples]
-        formulas = Formulas([each for each, _ in self._samples], self._num_inputs)
         try:
+            formulas = Formulas([each for each, _ in self._samples], self._num_inputs)
             _check_alike(stories)
             inside = {place for call in stories[0].calls for place in _places(call)}
             changes = enumerate(zip(*(each.trail for each in stories), strict=True))
