@@ -29,13 +29,15 @@ from benchmarks.ways import OFFLOAD, Subject, Way, step_of
 from benchmarks.witness import WitnessError, call_outside
 from koila.ir.cache import clear_all
 from koila.planning import cut, trials
-from koila.planning.in_force import are_trials_over
+from koila.planning.in_force import are_trials_over, forget_decisions
 from koila.planning.search import ALL, RECOMPUTING
 from koila.planning.tracker import StorageTracker
 
 NUM_BUDGETS = 12
 ALWAYS = 1e9
 """The share of a loop's time at which plans are tried as soon as they can be."""
+MOST_TRIED = 60
+"""So many steps are waited for trials to end."""
 SLOWER, STEP, SMALLEST, BY_HAND = 1.05, 1.5, 2.5, 1.1
 """A larger budget takes at most this many times as long as a smaller one; a smaller one, than the next larger one, down
 to a quarter; any, than eager, or than micro-batches of one where these are slow by themselves."""
@@ -111,7 +113,9 @@ def _ratios(subject: Subject, ways: list[Way], rounds: int, clock: Callable[[], 
             found.append(None)
             continue
         subject.seconds(step, clock)
-        while trials.SHARE == ALWAYS and not are_trials_over():
+        for _ in range(MOST_TRIED):
+            if trials.SHARE != ALWAYS or are_trials_over():
+                break
             subject.seconds(step, clock)
         pairs = ((subject.seconds(step, clock), subject.seconds(eager, clock)) for _ in range(rounds))
         found.append(median(own / theirs for own, theirs in pairs))
@@ -121,9 +125,10 @@ def _ratios(subject: Subject, ways: list[Way], rounds: int, clock: Callable[[], 
 def measure(name: str, rounds: int, num_threads: int, by_cpu: bool, tuned: bool) -> list[list[Any]]:
     """The fields of a `Point` for each budget; runs in a subprocess."""
     clock = time.process_time if by_cpu else time.perf_counter
-    trials.SHARE = ALWAYS if tuned else 0.0
     subject = Subject(name, num_threads)
     most, least = _peak(subject), _smallest(subject)
+    forget_decisions()  # Nobody makes the steps in which plans for the smallest budget would be tried.
+    trials.SHARE = ALWAYS if tuned else 0.0
     budgets = [round(most * (least / most) ** (step / (NUM_BUDGETS - 1))) for step in range(NUM_BUDGETS)]
     budgets[-1] = least
     files = [_is_normalised(subject) and allowed < QUARTER * most for allowed in budgets]

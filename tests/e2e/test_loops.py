@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import koila
 
@@ -80,3 +80,18 @@ def test_what_is_held_at_an_optimizer_step_is_bounded_in_all() -> None:
         left = next(value for value in held if value._value.real is None)
         with pytest.raises(koila.errors.StaleInputError):
             koila.run(left)
+
+
+def test_cells_whose_gates_are_written_beside_each_other_are_built_at_new_sizes() -> None:
+    torch.manual_seed(0)
+    cell = nn.GRUCell(5, 6).double()
+    koila.metrics.reset()
+    for size in (4, 7, 9, 11, 6):
+        x, state = torch.randn(size, 5).double(), torch.randn(size, 6).double()
+        wanted = torch.autograd.grad(cell(x, state).square().mean(), list(cell.parameters()))
+        with koila.budget(chunk_size=3):
+            cell(*koila.lazy(x, state)).square().mean().backward()
+        for parameter, gradient in zip(cell.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+        cell.zero_grad()
+    assert koila.metrics.counter_value("sizes::built") > 0

@@ -46,13 +46,15 @@ def network() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 100, 4)).double()
 
 
-def losses(model: nn.Module, lazy: bool, **options: Any) -> list[float]:
+def losses(
+    model: nn.Module, lazy: bool, allowed: str = "5MiB", num_rounds: int = NUM_ROUNDS, **options: Any
+) -> list[float]:
     """Training; with koila, inside a budget that a plan must cut for."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), []
     torch.manual_seed(1)
-    for _ in range(NUM_ROUNDS):
+    for _ in range(num_rounds):
         x, y = torch.randn(64, 3, 12, 12, dtype=torch.float64), torch.randint(0, 4, (64,))
-        with koila.budget("5MiB", **options):
+        with koila.budget(allowed, **options):
             batch = koila.lazy(x, y) if lazy else (x, y)
             loss = F.cross_entropy(model(batch[0]), batch[1])
             optimizer.zero_grad()
@@ -74,6 +76,17 @@ def test_the_fastest_plan_stays(planned: dict[Decision, float]) -> None:
     assert len(planned) >= 2 and all(size <= 5 * 2**20 for size in planned.values())
     assert koila.last_report().projected_bytes == min(planned.values())
     assert measured.peak_bytes <= 5 * 2**20
+
+
+def test_what_was_fastest_at_a_smaller_budget_is_tried(
+    planned: dict[Decision, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that fits a smaller budget fits a larger one, too."""
+    losses(network(), lazy=True, allowed="2MiB")
+    best = koila.last_report().projected_bytes
+    monkeypatch.setattr(in_force, "_searched_otherwise", lambda job, best, way: None)
+    losses(network(), lazy=True)
+    assert best is not None and koila.last_report().projected_bytes == best
 
 
 def test_the_time_of_a_plan_that_cuts_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +112,13 @@ def test_a_loop_ends_its_trials(planned: dict[Decision, float]) -> None:
     koila.metrics.reset()
     losses(model, lazy=True)
     assert not koila.metrics.counter_value("plan::tried") and not koila.metrics.counter_value("plans")
+
+
+def test_what_is_forgotten_has_no_trials(planned: dict[Decision, float]) -> None:
+    losses(network(), lazy=True, num_rounds=2)
+    assert not in_force.are_trials_over()
+    forget_decisions()
+    assert in_force.are_trials_over() and planned
 
 
 def test_tuning_can_be_switched_off(planned: dict[Decision, float]) -> None:
@@ -129,13 +149,20 @@ def test_no_trial_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not trial.is_due
     for _ in range(2):
         trial.note(0.5)
-    assert trial.is_due and trial.next_way() == "half"
+    assert trial.is_due and trial.next_way() == "known"
 
 
 def test_a_plan_that_is_no_faster_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "SHARE", 1.0)
     trial = Trial("first", planning_seconds=0.0)
-    for plan, seconds in (("first", 1.0), ("half", 0.98), ("less", 0.99), ("uncut", 1.2)):
+    for plan, seconds in (
+        ("first", 1.0),
+        ("other", 0.99),
+        ("half", 0.98),
+        ("less", 0.99),
+        ("large", 1.1),
+        ("uncut", 1.2),
+    ):
         trial.running = plan
         for step in range(1 + NUM_STEPS):
             assert not trial.is_due

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import swa_utils
 
+import koila
 from tests.semantics.compare import Lazy, same_as_eager
 
 pytestmark = pytest.mark.semantics("S21")
@@ -256,3 +257,18 @@ def test_a_loop(loop: Callable[..., Any]) -> None:
         return more, state(model)
 
     same_as_eager(program, (2,), in_bytes=loop in (_in_backward, _sam))
+
+
+def test_a_step_is_not_refused_for_a_value_that_nobody_has_read() -> None:
+    """What is pending on the parameters and fits no budget: the step is made, and the read is refused."""
+    torch.manual_seed(0)
+    model, x = net(), torch.randn(32, 3, dtype=torch.float64)
+    before = state(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(koila.lazy(x)).sum().backward()
+    pending = model(koila.lazy(x)).exp().sum()
+    with koila.budget("64B"):
+        optimizer.step()
+    assert any(not torch.equal(old, new) for old, new in zip(before, state(model), strict=True))
+    with pytest.raises(koila.KoilaError, match="allowed 64"):
+        pending.item()

@@ -7,7 +7,13 @@ those of PyTorch's own files; `tests/semantics/test_functions.py` fails for one 
 from __future__ import annotations
 
 from functools import lru_cache
-from types import BuiltinFunctionType, FunctionType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -63,6 +69,16 @@ _STATEFUL = frozenset(
 """Functions of PyTorch that draw random numbers or write statistics."""
 _CONSTANTS = frozenset({torch.tensor})
 """Functions that make a tensor of Python numbers, and are no operators of the dispatcher."""
+
+
+def is_pytorchs_own(function: Any) -> bool:
+    """Whether the code of a function is PyTorch's: not a user's Function, operator or Python function."""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return str(function).startswith("aten.")
+    if isinstance(function, FunctionType):
+        return function.__module__.partition(".")[0] == "torch"
+    # Methods of tensors are descriptors; what else can be called is an object of somebody's class.
+    return isinstance(function, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType))
 
 
 def known_impure(function: type[torch.autograd.Function]) -> str | None:

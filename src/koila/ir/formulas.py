@@ -56,6 +56,15 @@ class Formula:
         return self.factor * float(product + self.summand) ** self.power
 
 
+_ROUNDING = 1e-15
+
+
+def agree(rivals: Sequence[Formula], values: Sequence[Number]) -> bool:
+    """Whether formulas give the same number for some values of the symbols, but for rounding."""
+    found = [formula(values) for formula in rivals]
+    return all(abs(value - found[0]) <= _ROUNDING * abs(found[0]) for value in found)
+
+
 class NoFormula(Exception):
     """A number that varies between samples follows from nothing that is known."""
 

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum, auto
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from koila._torch import (
     FAKE_LOGGER,
     FakeTensorMode,
     OpOverload,
-    OpOverloadPacket,
     RunMode,
     in_turn,
     is_autograd_view,
@@ -36,6 +34,7 @@ from koila._torch import (
     storage_key,
     write_count,
 )
+from koila._torch.functions import is_pytorchs_own
 from koila.ir.attention import OPERATORS, is_known
 from koila.ir.cache import Cache
 from koila.ir.draws import BY_LAYOUT
@@ -342,12 +341,8 @@ def _only_asks(func: Any, answer: Any) -> bool:
 
     A function that returns nothing was called for what it does. Nobody knows what a user's function or operator does.
     """
-    if isinstance(func, OpOverload | OpOverloadPacket):
-        is_own = str(func).startswith("aten.")
-    else:
-        is_own = not isinstance(func, FunctionType) or func.__module__.partition(".")[0] == "torch"
     is_read = getattr(func, "__name__", "") == "__get__"
-    return is_own and (is_read or any(leaf is not None for leaf in leaves(answer)))
+    return is_pytorchs_own(func) and (is_read or any(leaf is not None for leaf in leaves(answer)))
 
 
 def _describe(

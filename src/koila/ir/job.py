@@ -83,6 +83,9 @@ class Job:
     levers: frozenset[str] | None = None
     """What a search may do to meet the budget; None is all that there is."""
 
+    smallest_chunk: int = 1
+    """A search has chunks of no fewer samples."""
+
     @property
     def device(self) -> torch.device:
         """The device whose rules hold."""
@@ -109,6 +112,7 @@ class Job:
             self.budget,
             self.devices,
             self.levers,
+            self.smallest_chunk,
         )
 
     def within(self, budget: Budget) -> Job:

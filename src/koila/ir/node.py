@@ -251,7 +251,7 @@ class Node:
             is_changed: Whether an operand is changed.
             refusal: Why the call did not run before, if a budget was the reason.
         """
-        self.refusal = refusal
+        self.refusal = refusal or self.refusal
         pairs = zip(self.operands, self.versions, strict=True)
         self.versions = tuple([_CHANGED if is_changed(operand) else version for operand, version in pairs])
 

@@ -3,6 +3,9 @@
 *Takes* a `Graph`. *Gives* `structure_of`, which two programs share if they make the same calls, whatever the sizes of
 their inputs and the numbers among their arguments; and `numbers_of`, these numbers in a fixed order: the sizes and
 strides of the leaves, the numbers among the arguments, the sizes of every result. Together they say as much as the key.
+
+A user's own code (an `autograd.Function`, an operator of a library) may compute anything from sizes, `T // 8`, say, and
+nobody records what. So a call of it belongs to the structure with its sizes, and nothing is derived for other ones.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from typing import Any
 
 import torch
 
+from koila._torch.functions import is_pytorchs_own
 from koila.ir.cache import HashedOnce
 from koila.ir.graph import Graph
+from koila.ir.node import Node, Value
 from koila.ir.prepass import PrePass
 
 Number = int | float
@@ -50,10 +55,21 @@ def structure_of(graph: Graph) -> Hashable:
 def _structure(graph: Graph) -> Hashable:
     calls, metas, batches, counting, outputs = graph.key
     nodes = tuple(
-        (function, context, _without_numbers(statics), operands, len(node.draws), _results(node))
+        (function, context, *_given(node, statics), operands, len(node.draws), _results(node))
         for ((function, context, statics), operands), node in zip(calls, graph.nodes, strict=True)
     )
     return nodes, tuple((*_kind(prepass), is_leaf) for prepass, is_leaf in metas), batches, counting, outputs
+
+
+def _given(node: Node, statics: Any) -> tuple[Any, ...]:
+    """The static arguments of a call without numbers; with them and the sizes of the operands for a user's own code."""
+    if is_pytorchs_own(node.func):
+        return (_without_numbers(statics),)
+    return statics, tuple(tuple(_tensor_of(operand).shape) for operand in node.operands)
+
+
+def _tensor_of(operand: Value | torch.Tensor) -> PrePass | torch.Tensor:
+    return operand.prepass if isinstance(operand, Value) else operand
 
 
 def numbers_of(graph: Graph) -> tuple[Number, ...]:

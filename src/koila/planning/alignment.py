@@ -34,6 +34,7 @@ class Varying:
     parts: tuple[Any, ...]
 
 
+_THAT_VARY = {Numbered, Varying}
 _OPENED: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any]], Any]]] = {
     list: (iter, list),
     tuple: (iter, tuple),
@@ -51,7 +52,13 @@ class Alignment:
         self._formulas = formulas
         self.places: dict[Formula, int] = {}
         """By formula of a number that varies, its place."""
+        self.rivals: set[tuple[Formula, ...]] = set()
+        """Formulas of one number that nobody recorded: a size at which they differ is not filled."""
         self._tokens: dict[Hashable, int] = {}
+        self._forms: dict[tuple[Form, ...], Any] = {}
+        """What was aligned before: layers of a network give the same layouts."""
+        self._varying: dict[int, tuple[Varying, int]] = {}
+        """By identity, structures with numbers that vary, and their tokens."""
 
     def align(self, values: Sequence[Any]) -> Any:
         """The structure of these, one of each sample; itself where nothing varies.
@@ -60,10 +67,13 @@ class Alignment:
             NoFormula: They are not alike, or a number follows from nothing that is recorded.
         """
         first, kind = values[0], type(values[0])
-        if any(type(value) is not kind for value in values):
-            raise NoFormula("steps differ in type")
-        if kind in (int, float):
+        for value in values:
+            if type(value) is not kind:
+                raise NoFormula("steps differ in type")
+        if kind is int or kind is float:
             return self._number(tuple(values))
+        if kind is Form:
+            return self._form(tuple(values))
         if kind is dict:
             return self._opened(values, dict.values, lambda parts: dict(zip(first, parts, strict=True)))
         opened = list if isinstance(first, list) else kind  # FX has lists of its own.
@@ -76,13 +86,18 @@ class Alignment:
             raise NoFormula("steps differ in what has no number")
         return first
 
+    def _form(self, forms: tuple[Form, ...]) -> Any:
+        if forms not in self._forms:
+            self._forms[forms] = self._opened(forms, *_OPENED[Form])
+        return self._forms[forms]
+
     def token(self, tree: Any) -> int:
         """A number for what was aligned: equal only for what is equal at every size."""
         kind = type(tree)
         if kind is Varying:
-            key: Hashable = (kind, tree.make, *map(self.token, tree.parts))
-        elif isinstance(tree, (list, tuple)):
-            key = (kind, *map(self.token, tree))
+            return self._varying_token(tree)
+        if isinstance(tree, (list, tuple)):
+            key: Hashable = (kind, *map(self.token, tree))
         elif isinstance(tree, dict):
             key = (kind, *tree, *map(self.token, tree.values()))
         elif kind is float:
@@ -91,20 +106,27 @@ class Alignment:
             key = (kind, id(tree) if isinstance(tree, SlotArgument) or kind.__hash__ is None else tree)
         return self._tokens.setdefault(key, len(self._tokens))
 
+    def _varying_token(self, tree: Varying) -> int:
+        known = self._varying.get(id(tree))
+        if known is None:
+            key = (Varying, tree.make, *map(self.token, tree.parts))
+            known = self._varying[id(tree)] = tree, self._tokens.setdefault(key, len(self._tokens))
+        return known[1]
+
     def _opened(self, values: Sequence[Any], take: Callable[[Any], Any], make: Callable[[list[Any]], Any]) -> Any:
         opened = [tuple(take(value)) for value in values]
-        if any(len(parts) != len(opened[0]) for parts in opened):
+        if len(set(map(len, opened))) > 1:
             raise NoFormula("steps differ in length")
-        parts = tuple(self.align(each) for each in zip(*opened, strict=True))
-        varies = any(type(part) in (Numbered, Varying) for part in parts)
-        return Varying(make, parts) if varies else values[0]
+        parts = tuple([self.align(each) for each in zip(*opened, strict=True)])
+        return values[0] if _THAT_VARY.isdisjoint(map(type, parts)) else Varying(make, parts)
 
     def _number(self, values: tuple[Number, ...]) -> Any:
-        if all(value == values[0] for value in values):
+        if values.count(values[0]) == len(values):
             return values[0]
         formula = self._formulas.formula(values)
         if formula is None:
             raise NoFormula(f"{', '.join(map(str, values))} follow from nothing that is recorded")
+        self.rivals.add(self._formulas.rivals(values))
         return Numbered(self.places.setdefault(formula, len(self.places)))
 
 

@@ -127,7 +127,8 @@ class Cutter:
             levers = levers if self.job.budget.offload is None else levers | {"offload"}
             program = self.program  # A search that held this cutter would wait for a full collection.
             uncut, whole = (lambda: program.uncut_facts(wanted)), (lambda: program.whole_facts(wanted))
-            self._searches[wanted] = Search(program.facts(wanted), levers, uncut, whole, wanted.streamed)
+            least = self.job.smallest_chunk
+            self._searches[wanted] = Search(program.facts(wanted), levers, uncut, whole, wanted.streamed, least)
         return self._searches[wanted]
 
     def _cut(self, wanted: Wanted, plan: Plan, projection: Projection, facts: Facts) -> Cut:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -61,10 +61,50 @@ def decision_for(job: Job) -> Decision:
     _carry(job, found)
     tries = (_tries.get(job.key) or 0) + 1
     if found.is_final or tries >= _TRIES:
-        _store(_decisions, job, found)
+        _keep(job, found)
     else:
         _tries.add(job.key, tries)
     return found
+
+
+# What is known of other budgets: a plan that fits a smaller one fits a larger one, too.
+
+
+_siblings: Cache[WeakSet[Decision]] = Cache("sibling_decisions", 64)
+"""By job whatever its budget, the decisions that are in force at any budget."""
+_measured: WeakKeyDictionary[Decision, float] = WeakKeyDictionary()
+"""How long a step by a decision took that stayed."""
+
+
+def _without_size(job: Job) -> Hashable:
+    return job.within(replace(job.budget, allowed_bytes=None)).key
+
+
+def _keep(job: Job, decision: Decision) -> None:
+    """From now on a job runs by this decision, and jobs with larger budgets know of it."""
+    _store(_decisions, job, decision)
+    if decision.plan is not None and _may_be_tried(job):
+        _siblings.get_or_add(_without_size(job), WeakSet).add(decision)
+
+
+def _that_fit(job: Job, like: Decision) -> list[Decision]:
+    """The decisions of other budgets for a job that fit this one and compute the same."""
+    if not _may_be_tried(job):
+        return []
+    allowed, siblings = job.budget.allowed_bytes or 0, _siblings.get(_without_size(job)) or ()
+    return [each for each in siblings if each.wanted == like.wanted and each is not like and _fits(each, job, allowed)]
+
+
+def _fits(decision: Decision, job: Job, allowed_bytes: int) -> bool:
+    """Whether a job may run by a decision within so many bytes."""
+    assert decision.facts is not None and decision.projection is not None
+    return decision.projection.peak_bytes <= allowed_bytes and decision.facts.joint.holds_for(job.graph)
+
+
+def _measured_elsewhere(job: Job, best: Decision) -> Decision | None:
+    """Of the decisions for smaller budgets, the one that was measured to be the fastest."""
+    known = [each for each in _that_fit(job, best) if each in _measured]
+    return min(known, key=_measured.__getitem__, default=None)
 
 
 # Other plans that fit, tried in the steps of a loop.
@@ -115,19 +155,33 @@ def _tried(job: Job, running: Decision) -> Decision:
         following = _otherwise(job, trial.best, way)
         way = trial.give_up() if following is None else way
     del _trials[running]
+    _measured[trial.best] = trial.best_seconds
     trial.running = trial.best if following is None else following
     _trials[trial.running] = trial
     if trial.running is not running:
         events.count("plan::tried" if following is not None else "plan::measured faster")
-        _store(_decisions, job, trial.running)
+        _keep(job, trial.running)
     return trial.running
 
 
 def _otherwise(job: Job, best: Decision, way: Way) -> Decision | None:
     """Another decision for the same job that may be faster than the best one so far; None if there is none."""
-    assert best.projection is not None and best.seconds is not None
+    assert best.seconds is not None
+    found = _measured_elsewhere(job, best) if way == "known" else _searched_otherwise(job, best, way)
+    if found is None or found.projection == best.projection or (found.seconds or 0) > _WORTH_A_TRY * best.seconds:
+        return None
+    return replace(found, budget=job.budget, reasons=(*found.reasons, "tried because it may be faster than expected"))
+
+
+def _searched_otherwise(job: Job, best: Decision, way: Way) -> Decision | None:
+    """What a search finds for another question about the same job."""
+    assert best.projection is not None
+    if way == "larger chunks" and best.chunk_size >= best.num_samples:
+        return None
     if way in SHARES:
         asked = job.within(replace(job.budget, allowed_bytes=int(SHARES[way] * best.projection.peak_bytes)))
+    elif way == "larger chunks":
+        asked = replace(job, smallest_chunk=2 * best.chunk_size)
     else:
         asked = replace(job, levers=RECOMPUTING)
     try:
@@ -135,9 +189,7 @@ def _otherwise(job: Job, best: Decision, way: Way) -> Decision | None:
     except BudgetError:
         return None
     alike = (found.how, found.wanted) == (best.how, best.wanted) and found.projection is not None
-    if not alike or found.projection == best.projection or (found.seconds or 0) > _WORTH_A_TRY * best.seconds:
-        return None
-    return replace(found, budget=job.budget, reasons=(*found.reasons, "tried because it may be faster than expected"))
+    return found if alike else None
 
 
 _refusals: Cache[BudgetError] = Cache("refusal_cache", 64)
@@ -232,3 +284,6 @@ def forget_decisions() -> None:
     _tries.clear()
     _refusals.clear()
     _recipes.clear()
+    _siblings.clear()
+    _trials.clear()
+    _measured.clear()

@@ -22,7 +22,7 @@ from koila._torch import OpOverload, without_modes
 from koila.analysis.split import Item, Origin
 from koila.errors import AnalysisError
 from koila.ir.cache import Cache, HashedOnce
-from koila.ir.formulas import Formulas, NoFormula
+from koila.ir.formulas import Formulas, NoFormula, agree
 from koila.ir.numbers import Number
 from koila.planning.alignment import Alignment, Numbered, Varying, filled
 from koila.planning.build import Built, build_schedule, check_shape, slack_of
@@ -39,7 +39,7 @@ from koila.planning.step import Kind, Sink, Step
 
 MAX_SAMPLES = 4
 """Schedules that a pattern is made of at the most: the latest."""
-MAX_STEPS = 6_000
+MAX_STEPS = 10_000
 """Patterns are kept as long as their schedules have fewer steps in all; a step takes about one KiB."""
 ALWAYS = 4
 """So many programs have patterns in any case."""
@@ -107,7 +107,7 @@ class _Pattern:
         self._layouts = {number: alignment.token(form) for number, form in enumerate(self.forms)}
         rows = zip(*(schedule.steps for schedule in schedules), strict=True)
         self.steps = [self._step(row, alignment, samples[0].items) for row in rows]
-        self.numbers = tuple(alignment.places)
+        self.numbers, self._rivals = tuple(alignment.places), tuple(alignment.rivals)
         self.token = object()
         """Stands for it wherever its schedules are known again."""
         fixed = (pattern.step for pattern in self.steps if pattern.is_fixed)
@@ -143,8 +143,10 @@ class _Pattern:
         """The schedule at the sizes of a catalogue's program.
 
         Raises:
-            NoFormula: A value is not what its type predicts.
+            NoFormula: A value is not what its type predicts, or a number may follow from several formulas.
         """
+        if any(not agree(rivals, values) for rivals in self._rivals):
+            raise NoFormula("a number that nobody recorded may follow from several formulas, which differ")
         numbers = [formula(values) for formula in self.numbers]
         items = catalogue.facts.items
         wholes = tuple(items[place] for place in self.wholes)

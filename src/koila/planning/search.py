@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from math import inf
 
 from koila import events
 from koila._bytes import format_bytes
@@ -123,11 +124,14 @@ class Search:
 
     def __init__(
         self, facts: Facts, levers: frozenset[str] = ALL, uncut_facts: Callable[[], Facts | None] = lambda: None,
-        whole_facts: Callable[[], Facts | None] = lambda: None, streamed: bool = False,
+        whole_facts: Callable[[], Facts | None] = lambda: None, streamed: bool = False, smallest_chunk: int = 1,
     ) -> None:  # fmt: skip
         self.facts, self.levers, self.streamed = facts, levers, streamed
         self.uncut_facts, self.whole_facts = uncut_facts, whole_facts
-        self.sizes = chunk_sizes(facts.num_samples, facts.granule)
+        sizes, nested = (make(facts.num_samples, facts.granule) for make in (chunk_sizes, nested_sizes))
+        self.sizes = [size for size in sizes if size >= smallest_chunk] or sizes[:1]
+        self._nested = [size for size in nested if size >= smallest_chunk] or nested[:1]
+        """The sizes of which each is a part of the one before."""
         self.num_nodes = len(facts.joint.module.graph.nodes) + _FEW
         self._plans: dict[tuple[int, int], Found] = {}
         self._schedules: Known = {}
@@ -295,7 +299,7 @@ class Search:
 
     def _fitting(self, allowed: int) -> Iterator[Found]:
         """Plans that fit: the batch as it is, shrunk; then cut, with all that crosses phases kept, or part of it."""
-        best = float("inf")
+        best = inf
         for uncut in filter(None, (self._shrunk(allowed), self._by_eager_kernels(allowed))):
             best = min(best, expected_seconds(uncut))
             yield uncut
@@ -307,28 +311,35 @@ class Search:
                 continue  # No chunk size makes room for what this level keeps.
             if layout_seconds(self.layout) >= best:
                 return
-            largest = self._largest_that_fits(level, allowed)
-            if largest is not None:
-                yield self.plain(level, self.sizes[largest])
-                yield from self._with_small_results(level, largest)
-            last = len(self.sizes) if largest is None else largest
-            found = largest is not None
-            first = last - (1 if self._is_mostly_kept(level, allowed) else 2)
-            for place in range(max(0, first), last) if "chunk" in self.levers else (0,):
-                fitted = self._fit(self.plain(level, self.sizes[place])[0], allowed)
-                if fitted is not None:
-                    yield fitted
-                    found = True
-                    break
+            found = False
+            for plan in self._with_all_kept(level, allowed):
+                found = True
+                yield plan
             if found:
                 return
+
+    def _with_all_kept(self, level: int, allowed: int) -> Iterator[Found]:
+        """Plans that keep all that crosses phases: in the largest chunks that fit, and in larger ones with levers."""
+        largest, best = self._largest_that_fits(level, allowed), inf
+        if largest is not None:
+            for plain in (self.plain(level, self.sizes[largest]), *self._with_small_results(level, largest)):
+                best = min(best, expected_seconds(plain))
+                yield plain
+        last = len(self.sizes) if largest is None else largest
+        first = last - (1 if self._is_mostly_kept(level, allowed) else 2)
+        for place in range(max(0, first), last) if "chunk" in self.levers else (0,):
+            plan = self.plain(level, self.sizes[place])[0]
+            fitted = self._fit(plan, allowed) if plan.seconds < best else None
+            if fitted is not None:
+                best = min(best, expected_seconds(fitted))
+                yield fitted
 
     @cached_property
     def _held(self) -> HeldPlans | None:
         """The plans that keep some values between phases; None if there is nothing to keep."""
         if "keep" not in self.levers or len(self.layout.stages) < 2:
             return None
-        sizes = nested_sizes(self.facts.num_samples, self.facts.granule) if "chunk" in self.levers else self.sizes[:1]
+        sizes = self._nested if "chunk" in self.levers else self.sizes[:1]
         fit = lambda plan, allowed: self._fit(plan, allowed, _FIT / 6)  # noqa: E731
         return HeldPlans(self.layout, sizes, self.num_nodes, "offload" in self.levers, self.made, fit)
 

@@ -1,9 +1,10 @@
 """Trials: what fits is tried in steps of the user's own loop, and the plan that was measured to be the fastest stays.
 
-*Takes* how long the steps by a plan took. *Gives* what is to be tried next: a plan of half the bytes, as long as that
-is faster, then one of three quarters, as long as that is, then one that cuts nothing. A step is the same work whatever
-plan it runs by, and its numbers are equal up to the order of summation, so a trial loses at most what a slower plan
-takes longer in a few steps. Looking for plans takes a bounded share of the loop's time.
+*Takes* how long the steps by a plan took. *Gives* what is to be tried next: the plan of another budget that fits this
+one, too, and was the fastest there; one of half the bytes, as long as that is faster, then one of three quarters, as
+long as that is, then one with chunks twice as large, as long as that is, then one that cuts nothing. A step is the same
+work whatever plan it runs by, and its numbers are equal up to the order of summation, so a trial loses at most what a
+slower plan takes longer in a few steps. Looking for plans takes a bounded share of the loop's time.
 
 Not optimal: the plans that are tried are those that a search finds for these questions, each by its own expected
 time. Nothing is tried twice, and what is found holds for one program at one size.
@@ -14,7 +15,7 @@ from __future__ import annotations
 from typing import Generic, Literal, TypeVar
 
 T = TypeVar("T")
-Way = Literal["half", "three quarters", "uncut"]
+Way = Literal["known", "half", "three quarters", "larger chunks", "uncut"]
 SHARES: dict[Way, float] = {"half": 0.5, "three quarters": 0.75}
 """The bytes that another plan may have, as a share of those of the best one so far."""
 
@@ -30,27 +31,32 @@ class Trial(Generic[T]):
     """The plans of one program that were tried, and the one that is running.
 
     >>> trial = Trial("first", planning_seconds=0.0)
-    >>> for plan, seconds in (("first", 2.0), ("half", 1.5), ("quarter", 1.6), ("less", 1.55), ("whole", 1.4)):
+    >>> plans = [("first", 2.0), ("other", 2.1), ("half", 1.5), ("quarter", 1.6), ("less", 1.55),
+    ...          ("large", 1.6), ("whole", 1.4)]
+    >>> for plan, seconds in plans:
     ...     trial.running = plan
     ...     for _ in range(1 + NUM_STEPS):
     ...         trial.note(seconds)
     ...     print(plan, trial.next_way(), trial.best)
-    first half first
+    first known first
+    other half first
     half half half
     quarter three quarters half
-    less uncut half
+    less larger chunks half
+    large uncut half
     whole None whole
     """
 
     def __init__(self, first: T, planning_seconds: float) -> None:
         self.best = self.running = first
-        self._best_seconds = float("inf")
+        self.best_seconds = float("inf")
+        """What a step by the best plan took."""
         self._planning_seconds = planning_seconds
         """About how long it takes to find another plan."""
         self._seconds: list[float] = []
         self._way: Way | None = None
         """How the running plan was found; None for the first one."""
-        self._ways: list[Way] = [*SHARES, "uncut"]
+        self._ways: list[Way] = ["known", *SHARES, "larger chunks", "uncut"]
         """What is left to try."""
 
     @property
@@ -71,9 +77,9 @@ class Trial(Generic[T]):
     def next_way(self) -> Way | None:
         """How the next plan to try is found, once the running one has been judged; None: the best one stays."""
         taken, self._seconds = min(self._seconds[1:]), []
-        is_faster = taken < FASTER * self._best_seconds
+        is_faster = taken < FASTER * self.best_seconds
         if is_faster:
-            self.best, self._best_seconds = self.running, taken
+            self.best, self.best_seconds = self.running, taken
         if self._way == "uncut" or not is_faster:
             self.give_up()
         return self._take()
