@@ -106,5 +106,6 @@ def test_steps_leave_nothing_behind() -> None:
 
 @needs_proc
 def test_programs_leave_little_behind() -> None:
-    first, last, limit = (200, 400, 20) if LONG else (60, 100, 5)
+    # The caches are full by then: what comes is held instead of something older.
+    first, last, limit = (200, 400, 20) if LONG else (140, 180, 5)
     assert growth(MANY.format(first=first, last=last)) < limit
