@@ -33,9 +33,6 @@ from koila.ir.tree import map_leaves
 
 aten = torch.ops.aten
 
-MAX_SAMPLES = 4
-"""Traces that a family is made of at the most: the latest."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Size:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from koila import events
-from koila.analysis.family import MAX_SAMPLES, Family, Sample
+from koila.analysis.family import Family, Sample
 from koila.analysis.resized_facts import known_facts, note_facts
 from koila.analysis.split import Facts, Origin, analyse
 from koila.analysis.trace import Joint, trace
@@ -24,6 +24,7 @@ from koila.ir.formulas import NoFormula
 from koila.ir.graph import Graph
 from koila.ir.job import Demand, Wanted
 from koila.ir.numbers import num_input_numbers, numbers_of, structure_of
+from koila.ir.samples import after_failure, with_sample
 
 
 class NotSplittable(Exception):
@@ -148,7 +149,7 @@ MAX_OUTLINED = 3_000
 
 
 class _Known:
-    """What is known about the programs of one structure: their latest traces, and the family that these make."""
+    """What is known about the programs of one structure: some of their traces, and the family that these make."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
@@ -161,7 +162,7 @@ class _Known:
 
     def add(self, sample: Sample) -> None:
         """One more trace; an older one that is not like the others is left out."""
-        self.samples = [*self.samples[-MAX_SAMPLES + 1 :], sample]
+        self.samples = with_sample(self.samples, sample, lambda each: each.numbers)
         self.family = None
         for first in range(len(self.samples) - 1):
             try:
@@ -170,6 +171,8 @@ class _Known:
                 break
             except NoFormula as reason:
                 events.count(f"sizes::no family: {reason}")
+        if self.family is None and len(self.samples) > 1:
+            self.samples = after_failure(self.samples)
 
 
 _structures: Cache[_Known] = Cache("structure_cache", MAX_OUTLINED, _Known.num_nodes, ALWAYS)

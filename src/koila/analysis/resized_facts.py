@@ -26,9 +26,8 @@ from koila.analysis.types import Sliced
 from koila.ir.cache import Cache
 from koila.ir.formulas import Formula, Formulas, NoFormula
 from koila.ir.numbers import Number
+from koila.ir.samples import after_failure, with_sample
 
-MAX_SAMPLES = 4
-"""Facts that others are made of at the most: the latest."""
 MAX_ITEMS = 12_000
 """Facts are kept as long as they have fewer items in all."""
 ALWAYS = 4
@@ -213,14 +212,14 @@ class _Family:
         return sum(len(sample.rows) for sample in self.samples)
 
     def add(self, sample: _Sample) -> None:
-        others = [each for each in self.samples if each.numbers != sample.numbers]
-        self.samples = [*others[-MAX_SAMPLES + 1 :], sample]
+        self.samples = with_sample(self.samples, sample, lambda each: each.numbers)
         self.resized = None
         if len(self.samples) > 1:
             try:
                 self.resized = _Resized(self.samples)
             except (NoFormula, ValueError) as reason:
                 events.count(f"sizes::no facts of other sizes: {reason}")
+                self.samples = after_failure(self.samples)
 
 
 _families: Cache[_Family] = Cache("facts_cache", MAX_ITEMS, _Family.num_items, ALWAYS)

@@ -19,12 +19,11 @@ from koila.ir.cache import Cache
 from koila.ir.formulas import Formula, Formulas, NoFormula
 from koila.ir.numbers import Number
 from koila.ir.prepass import Draw, Inference, Output, PrePass
+from koila.ir.samples import after_failure, with_sample
 from koila.ir.tree import leaves, map_leaves
 
 OPERAND_SIZED = ("lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "dropout")
 """Functions whose results and random numbers have the sizes of operands."""
-MAX_SAMPLES = 4
-"""Inferences that formulas are made of at the most: the latest."""
 
 
 class _Resizer:
@@ -107,13 +106,14 @@ class _Known:
         self.resizer: _Resizer | None = None
 
     def add(self, numbers: tuple[Number, ...], inference: Inference) -> None:
-        self.samples = [*self.samples[-MAX_SAMPLES + 1 :], (numbers, inference)]
+        self.samples = with_sample(self.samples, (numbers, inference), lambda each: each[0])
         self.resizer = None
         if len(self.samples) > 1:
             try:
                 self.resizer = _Resizer(self.samples)
             except (NoFormula, ValueError):  # Other numbers of them, or other results.
                 events.count("sizes::no resizer")
+                self.samples = after_failure(self.samples)
 
 
 _calls: Cache[_Known] = Cache("resize_cache", 512)

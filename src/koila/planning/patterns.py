@@ -24,6 +24,7 @@ from koila.errors import AnalysisError
 from koila.ir.cache import Cache, HashedOnce
 from koila.ir.formulas import Formulas, NoFormula, agree
 from koila.ir.numbers import Number
+from koila.ir.samples import after_failure, with_sample
 from koila.planning.alignment import Alignment, Numbered, Varying, filled
 from koila.planning.build import Built, build_schedule, check_shape, slack_of
 from koila.planning.catalogue import Catalogue, result_shapes
@@ -37,8 +38,6 @@ from koila.planning.rates import copy_seconds, fresh_bytes
 from koila.planning.schedule import Schedule
 from koila.planning.step import Kind, Sink, Step
 
-MAX_SAMPLES = 4
-"""Schedules that a pattern is made of at the most: the latest."""
 MAX_STEPS = 10_000
 """Patterns are kept as long as their schedules have fewer steps in all; a step takes about one KiB."""
 ALWAYS = 4
@@ -310,17 +309,17 @@ class _Family:
 
     def add(self, key: Hashable, sample: _Sample) -> None:
         before = self.samples.get(key, [])
-        others = [each for each in before if each.numbers != sample.numbers]
-        self.samples[key] = after = [*others[-MAX_SAMPLES + 1 :], sample]
+        self.samples[key] = after = with_sample(before, sample, lambda each: each.numbers)
         self.num_steps += sum(map(_Sample.num_steps, after)) - sum(map(_Sample.num_steps, before))
         self._patterns.pop(key, None)
 
     def pattern(self, key: Hashable) -> _Pattern | None:
         if key not in self._patterns and len(self.samples.get(key, ())) > 1:
-            self._patterns[key] = self._make(self.samples[key])
+            self._patterns[key] = self._make(key)
         return self._patterns.get(key)
 
-    def _make(self, samples: list[_Sample]) -> _Pattern | None:
+    def _make(self, key: Hashable) -> _Pattern | None:
+        samples = self.samples[key]
         numbers = tuple(sample.numbers for sample in samples)
         try:
             if numbers not in self._formulas:
@@ -328,6 +327,8 @@ class _Family:
             return _Pattern(samples, self._formulas[numbers])
         except NoFormula as reason:
             events.count(f"sizes::no pattern: {reason}")
+            self.samples[key] = left = after_failure(samples)
+            self.num_steps += sum(map(_Sample.num_steps, left)) - sum(map(_Sample.num_steps, samples))
             return None
 
 

@@ -17,12 +17,10 @@ import torch
 
 from koila._torch import FakeTensorMode
 from koila.ir.formulas import Formula, Formulas, NoFormula, Values
+from koila.ir.samples import after_failure, with_sample
 from koila.planning.forms import Form
 from koila.planning.tracker import Call, Life
 from koila.planning.workspace import retained_bytes, workspace_bytes
-
-MAX_SAMPLES = 4
-"""Stories that formulas are made of at the most: the latest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +71,7 @@ class Stories:
 
     def add(self, numbers: Values, story: Story) -> None:
         """One more program is known."""
-        self._samples = [*self._samples[-MAX_SAMPLES + 1 :], (numbers, story)]
+        self._samples = with_sample(self._samples, (numbers, story), lambda each: each[0])
         self._formulas = None
         if len(self._samples) < 2:
             return
@@ -94,6 +92,7 @@ class Stories:
                 for row in births
             ]
         except NoFormula:
+            self._samples = after_failure(self._samples)
             return
         self._formulas = formulas
 
