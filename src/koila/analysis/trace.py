@@ -42,6 +42,7 @@ from koila.analysis.overlaps import check_overlaps
 from koila.analysis.peephole import simplify_losses
 from koila.analysis.positions import pick_by_position
 from koila.analysis.slim import slim
+from koila.analysis.twins import join_twins
 from koila.capture.pending import recorder
 from koila.errors import AnalysisError
 from koila.ir.dtypes import is_refused
@@ -343,6 +344,7 @@ def _simplify(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0].args[0])
         elif node.target is aten._linalg_check_errors.default:
             check_in_kernel(node)
+    join_twins(module.graph)
     module.graph.eliminate_dead_code()
 
 
