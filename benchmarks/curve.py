@@ -25,19 +25,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import koila
 from benchmarks.memory import MIB, RESULTS, machine, progress
 from benchmarks.programs import PROGRAMS
-from benchmarks.ways import OFFLOAD, Subject, Way, step_of
+from benchmarks.ways import OFFLOAD, Subject, Way, live, step_of, trying
 from benchmarks.witness import WitnessError, call_outside
 from koila.ir.cache import clear_all
-from koila.planning import cut, trials
-from koila.planning.in_force import are_trials_over, forget_decisions
+from koila.planning import cut
+from koila.planning.in_force import forget_decisions
 from koila.planning.search import ALL, RECOMPUTING
 from koila.planning.tracker import StorageTracker
 
 NUM_BUDGETS = 12
-ALWAYS = 1e9
-"""The share of a loop's time at which plans are tried as soon as they can be."""
-MOST_TRIED = 60
-"""So many steps are waited for trials to end."""
 SLOWER, STEP, SMALLEST, BY_HAND = 1.05, 1.5, 2.5, 1.1
 """A larger budget takes at most this many times as long as a smaller one; a smaller one, than the next larger one, down
 to a quarter; any, than eager, or than micro-batches of one where these are slow by themselves."""
@@ -108,15 +104,10 @@ def _ratios(subject: Subject, ways: list[Way], rounds: int, clock: Callable[[], 
     for way in ways:
         step = step_of(subject.program, way)
         try:
-            subject.seconds(step, clock)
+            live(lambda: subject.seconds(step, clock))  # noqa: B023
         except koila.BudgetError:
             found.append(None)
             continue
-        subject.seconds(step, clock)
-        for _ in range(MOST_TRIED):
-            if trials.SHARE != ALWAYS or are_trials_over():
-                break
-            subject.seconds(step, clock)
         pairs = ((subject.seconds(step, clock), subject.seconds(eager, clock)) for _ in range(rounds))
         found.append(median(own / theirs for own, theirs in pairs))
     return found
@@ -128,14 +119,13 @@ def measure(name: str, rounds: int, num_threads: int, by_cpu: bool, tuned: bool)
     subject = Subject(name, num_threads)
     most, least = _peak(subject), _smallest(subject)
     forget_decisions()  # Nobody makes the steps in which plans for the smallest budget would be tried.
-    trials.SHARE = ALWAYS if tuned else 0.0
     budgets = [round(most * (least / most) ** (step / (NUM_BUDGETS - 1))) for step in range(NUM_BUDGETS)]
     budgets[-1] = least
     files = [_is_normalised(subject) and allowed < QUARTER * most for allowed in budgets]
     ways = [Way(OFFLOAD if file else "koila", allowed) for allowed, file in zip(budgets, files, strict=True)]
-    found = _ratios(subject, ways, rounds, clock)
-    trials.SHARE = 0.0
-    with _levers(RECOMPUTING):
+    with trying(tuned):
+        found = _ratios(subject, ways, rounds, clock)
+    with trying(False), _levers(RECOMPUTING):
         alone = _ratios(subject, [Way("koila", allowed) for allowed in budgets], rounds, clock)
     rows = [[allowed / most, allowed, *rest] for allowed, *rest in zip(budgets, found, alone, files, strict=True)]
     if (found[-1] or 0) > SMALLEST and subject.program.weight is not None:

@@ -164,16 +164,16 @@ def _verdict(found: Peaks, allowed: int | None, wrong_numbers: str) -> str:
 
 
 def measure_times(
-    name: str, ways: list[list[Any]], rounds: int, num_threads: int
+    name: str, ways: list[list[Any]], rounds: int, num_threads: int, tuned: bool
 ) -> dict[str, tuple[float, float, float | None]]:
     """Times of ways; runs without the hook."""
-    return time_ratios(name, [Way(kind, number) for kind, number in ways], rounds, num_threads)
+    return time_ratios(name, [Way(kind, number) for kind, number in ways], rounds, num_threads, tuned)
 
 
 # Outside.
 
 
-def cells_of(name: str, rounds: int, compiled: bool, quick: bool, num_threads: int) -> list[Cell]:
+def cells_of(name: str, rounds: int, compiled: bool, quick: bool, num_threads: int, tuned: bool) -> list[Cell]:
     """All cells of a program: peaks in one subprocess, times in another."""
     try:
         measured = call_outside("benchmarks.memory:measure_program", name, compiled, quick, num_threads)
@@ -181,15 +181,15 @@ def cells_of(name: str, rounds: int, compiled: bool, quick: bool, num_threads: i
         reason = " ".join(str(error).split())[-300:]
         return [Cell(name, "all", "all", "all", None, verdict=f"failed: {reason}")]
     found = [Cell(**row) for row in measured]
-    return timed(name, found, rounds, num_threads) if rounds else found
+    return timed(name, found, rounds, num_threads, tuned) if rounds else found
 
 
-def timed(name: str, found: list[Cell], rounds: int, num_threads: int) -> list[Cell]:
+def timed(name: str, found: list[Cell], rounds: int, num_threads: int, tuned: bool) -> list[Cell]:
     """The cells of a program with times, measured in a subprocess."""
     runnable = [cell for cell in found if cell.outside_bytes is not None and cell.kind != "eager"]
     ways = list({cell.way: [cell.kind, _number(cell)] for cell in runnable}.values())
     try:
-        times = call_outside("benchmarks.memory:measure_times", name, ways, rounds, num_threads, hook=False)
+        times = call_outside("benchmarks.memory:measure_times", name, ways, rounds, num_threads, tuned, hook=False)
     except WitnessError as error:
         times = {}
         found = [*found, Cell(name, "times", "all", "times", None, verdict=f"failed: {str(error)[-300:]}")]
@@ -358,6 +358,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, help="rounds of interleaved steps for the times; 0: none, by default 3")
     parser.add_argument("--times", action="store_true", help="the times alone, of what is in the results already")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
+    parser.add_argument("--tuned", action="store_true", help="time loops that have tried their plans")
     parser.add_argument("--compile", action="store_true", help="torch.compile with activation_memory_budget, too")
     parser.add_argument("--into", type=Path, default=RESULTS, help="the folder for the results")
     given = parser.parse_args(arguments)
@@ -370,9 +371,9 @@ def main(arguments: list[str]) -> None:
     rounds = given.rounds if given.rounds is not None else 1 if given.quick else 3
     for name in progress(names):
         if given.times:
-            done[name] = timed(name, done[name], rounds, given.threads)
+            done[name] = timed(name, done[name], rounds, given.threads, given.tuned)
         else:
-            done[name] = cells_of(name, rounds, given.compile, given.quick, given.threads)
+            done[name] = cells_of(name, rounds, given.compile, given.quick, given.threads, given.tuned)
         # Written after each program: a run that is cut short keeps what it has.
         cells = [cell for own in done.values() for cell in own]
         path.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n", encoding="utf-8")

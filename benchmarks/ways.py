@@ -25,6 +25,8 @@ import koila
 from benchmarks.programs import Program, make
 from benchmarks.witness import Watch
 from koila._torch import RunMode
+from koila.planning import trials
+from koila.planning.in_force import are_trials_over
 from koila.planning.placement import switched
 from koila.planning.tracker import StorageTracker
 from koila.planning.workspace import workspace_bytes
@@ -383,8 +385,34 @@ def in_float64(program: Program) -> Program:
     return replace(program, batch=batch, leaves=tuple(wide.values()))
 
 
+ALWAYS = 1e9
+"""The share of a loop's time at which plans are tried as soon as they can be."""
+MOST_TRIED = 60
+"""So many steps are waited for trials to end."""
+
+
+@contextmanager
+def trying(tuned: bool) -> Iterator[None]:
+    """Loops inside of it try other plans as soon as they can, or none at all."""
+    before, trials.SHARE = trials.SHARE, ALWAYS if tuned else 0.0
+    try:
+        yield
+    finally:
+        trials.SHARE = before
+
+
+def live(step: Callable[[], object]) -> None:
+    """Make the first steps of a loop: what comes first plans and fills caches, and then plans are tried."""
+    for _ in range(2):
+        step()
+    for _ in range(MOST_TRIED):
+        if not trials.SHARE or are_trials_over():
+            return
+        step()
+
+
 def time_ratios(
-    name: str, ways: list[Way], rounds: int, num_threads: int
+    name: str, ways: list[Way], rounds: int, num_threads: int, tuned: bool
 ) -> dict[str, tuple[float, float, float | None]]:
     """Median seconds of each way, and of the ratios to eager's steps, each right after one of the way: of the way
     itself, and for koila of the same without an arena.
@@ -396,9 +424,11 @@ def time_ratios(
     eager, found = step_of(subject.program, Way("eager")), dict[str, tuple[float, float, float | None]]()
     for way in (Way("eager"), *ways):
         step = step_of(subject.program, way)
+        with trying(tuned):
+            live(lambda: subject.seconds(step, clock))  # noqa: B023
         both = (step, without_arena(step)) if way.is_koila else (step,)
-        rows = [[subject.seconds(each, clock) for each in (*both, eager)] for _ in range(rounds + 2)]
-        rows = rows[2:]  # The first ones plan and fill caches.
+        with trying(False):
+            rows = [[subject.seconds(each, clock) for each in (*both, eager)] for _ in range(rounds + 1)][1:]
         plain = median(row[1] / row[-1] for row in rows) if way.is_koila else None
         found[str(way)] = median(row[0] for row in rows), median(row[0] / row[-1] for row in rows), plain
     return found

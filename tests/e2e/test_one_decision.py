@@ -54,6 +54,39 @@ def test_another_value_that_is_read_first_does_not_run_it_without_its_budget() -
     assert all(report.measured_bytes <= 900 * 1024 for report in seen.reports)
 
 
+def test_a_mask_that_is_looked_at_runs_alone_inside_a_budget() -> None:
+    """What runs with it would leave a graph of eager's behind: a larger budget was refused, a smaller one accepted."""
+    table, head = nn.Embedding(50, 64), nn.Linear(64, 50)
+    words = torch.randint(0, 50, (64, 16))
+
+    def step(words: torch.Tensor) -> torch.Tensor:
+        hidden = table(words)
+        if bool((words >= 0).all()):
+            hidden = head(hidden)
+        return F.cross_entropy(hidden.flatten(0, 1), words.flatten())
+
+    def gradients(budget: int | None) -> list[torch.Tensor]:
+        table.zero_grad()
+        head.zero_grad()
+        step(words if budget is None else koila.lazy(words, budget=budget)).backward()
+        return [p.grad for p in (*table.parameters(), *head.parameters()) if p.grad is not None]
+
+    expected, budget = gradients(None), 1
+    for _ in range(3):  # The mask is refused first, then the loss.
+        try:
+            found = gradients(budget)
+            break
+        except koila.BudgetError as refused:
+            assert refused.needed_bytes > budget
+            budget = refused.needed_bytes
+    assert all(map(torch.allclose, found, expected))
+    koila.metrics.reset()
+    lazy = koila.lazy(words, budget="64MiB")
+    hidden = table(lazy)
+    assert bool((lazy >= 0).all()) and hidden._value.real is None
+    assert not koila.metrics.counter_value("executed::embedding")
+
+
 def test_statistics_that_do_not_fit_are_refused_and_not_left_out() -> None:
     """A program that shares nothing with the loss updates statistics: the budget must be enough for it, too."""
 

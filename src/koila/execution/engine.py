@@ -231,8 +231,9 @@ class Engine:
         required = None if question is None else task.required()
         try:
             self._run(task, noted, seeds)
-            if question is not None and required and noted.decision is not None and noted.decision.how == "whole":
-                question.learn(task, noted.decision, required)
+            decision = None if task.leaves_rest else noted.decision
+            if question is not None and required and decision is not None and decision.how == "whole":
+                question.learn(task, decision, required)
         except Exception as error:
             if not (task.is_plain and is_out_of_memory(error)):
                 raise

@@ -52,6 +52,8 @@ class Task:
     """The byte budget that the inputs were given: results hand it on to the programs that start from them."""
     is_plain: bool = False
     """Whether it runs as it is, without a decision: its job says nothing about gradients."""
+    leaves_rest: bool = False
+    """Whether an unsplit run leaves pending what it does not need: a mask that is looked at under a budget."""
 
     @property
     def streamed(self) -> Job:
@@ -103,8 +105,7 @@ def task_for(
     if not needed.nodes:
         return None
     making = _Making(due, pending, request, needed, budget, device)
-    is_limited = making.budget.chunk_size is not None or making.budget.allowed_bytes is not None
-    return making.task() if is_limited or detailed else making.plain_task()
+    return making.task() if making.is_limited or detailed else making.plain_task()
 
 
 def decision_of(task: Task) -> Decision:
@@ -153,6 +154,14 @@ class _Making:
         if budget is None:
             budget = current_budget(given)
         self.budget = resolved(budget, partial(rough_bytes, self.everything), self.devices)
+        self.leaves_rest = self.is_limited and not is_all and not _is_seen_by_others(needed)
+        if self.leaves_rest:
+            self.everything = self.needed
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a chunk size or bytes are to be kept to."""
+        return self.budget.chunk_size is not None or self.budget.allowed_bytes is not None
 
     def _leave_out_other_budgets(self) -> None:
         """Programs that share nothing with what is asked for and have another budget wait for their own run."""
@@ -175,7 +184,9 @@ class _Making:
         own = self._evaluation(graph)
         tasks = (task_for([], Pending([n for n in g.nodes if n.due], ()), None, *self._named) for g in others)
         apart = tuple(task for task in tasks if task is not None)
-        return Task(self._job(own, whole), whole, own, apart, self.request, self.given_bytes)
+        return Task(
+            self._job(own, whole), whole, own, apart, self.request, self.given_bytes, leaves_rest=self.leaves_rest
+        )
 
     def _evaluation(self, graph: Graph) -> Evaluation:
         return Evaluation(graph, self.due, {node for node in graph.nodes if node.due})
@@ -236,6 +247,16 @@ class _Making:
         if self.request is not None:
             copied += leaf_bytes(t for t in accumulating(self.request, graph) if t.grad is not None)
         return copied
+
+
+def _is_seen_by_others(needed: Graph) -> bool:
+    """Whether it matters to other pending calls when these run: for autograd's order, or because of their writes.
+
+    If it does not, nothing else runs with them inside a budget. What runs early would leave a graph of eager's behind,
+    which cannot be cut any more.
+    """
+    writes = any(node.due or node.inference.writes for node in needed.nodes)
+    return writes or any(leaf.requires_grad for leaf in needed.leaves)
 
 
 def _without(graph: Graph, left_out: set[Node]) -> Graph:
