@@ -58,6 +58,8 @@ class Held:
     peak_bytes: int
     seconds: float
     """How long it was expected to take."""
+    before: tuple[int, int] | None = None
+    """What crosses phases, and the peak, at another size at which the same was held."""
 
     @property
     def num_steps(self) -> int:
@@ -65,8 +67,11 @@ class Held:
         return self.places.num_items // 8 + sum(len(moves) for _, moves in self.moves)
 
     def expected_bytes(self, kept_bytes: int) -> float:
-        """The peak at a size at which so much crosses phases."""
-        return self.peak_bytes * kept_bytes / max(1, self.kept_bytes)
+        """The peak at a size at which so much crosses phases: on a line through two sizes, if two are known."""
+        if self.before is None:
+            return self.peak_bytes * kept_bytes / max(1, self.kept_bytes)
+        slope = (self.peak_bytes - self.before[1]) / (self.kept_bytes - self.before[0])
+        return self.peak_bytes + slope * (kept_bytes - self.kept_bytes)
 
     def expected_seconds(self, kept_bytes: int) -> float:
         """How long it may take there, if all of it takes longer the more there is."""
@@ -76,6 +81,11 @@ class Held:
         """Whether it makes the same plan."""
         mine, theirs = ((each.signature, each.sizes, each.filed, each.moves) for each in (self, other))
         return mine == theirs and self.places.is_same(other.places)
+
+    def after(self, other: Held) -> Held:
+        """The same with what is known from another size at which the same was held."""
+        is_new = other.kept_bytes != self.kept_bytes
+        return replace(self, before=(other.kept_bytes, other.peak_bytes) if is_new else other.before)
 
 
 @dataclass(frozen=True, slots=True)

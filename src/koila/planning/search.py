@@ -199,8 +199,9 @@ class Search:
         latest = held_by(found[0], self._kept_bytes, found[1].peak_bytes, seconds) if is_own else None
         if latest is None:
             return before.held
-        others = [held for held in before.held if not held.is_same(latest)]
-        return (latest, *others[: _MOVES - 1])
+        same = next((held for held in before.held if held.is_same(latest)), None)
+        others = [held for held in before.held if held is not same]
+        return (latest if same is None else latest.after(same), *others[: _MOVES - 1])
 
     def like(self, recipe: Recipe, allowed: int) -> Found | None:
         """The plan that a recipe from another size makes of this program, if it fits; chunks may be of another size."""
