@@ -109,10 +109,8 @@ _ALIKE = 1.1
 
 _MOVES = 8
 """The moves of so many sizes are remembered, and what so many held between phases."""
-_ROOM = 0.7
-"""Moves that use less of a budget than this were made for a much larger size: others are looked for."""
-_ROOM_HELD = 0.6
-"""The same for what is held between phases."""
+_ROOM = 0.6
+"""Plans like those of another size that use less of a budget were made for a much larger one: others are looked for."""
 _ABOUT = 1.05
 """Moves that would use more of it are not tried, if bytes grow with those of the plan without them."""
 
@@ -220,7 +218,7 @@ class Search:
             found = other if other[1].peak_bytes <= allowed else found
         if found[1].peak_bytes <= allowed:
             return found
-        following = (self.plain(recipe.level, size) for size in self.sizes[place : place + 2])
+        following = (self.plain(recipe.level, size) for size in self.sizes[place : place + 3])
         return next(filter(None, (self._carried(plain, recipe, allowed) for plain in following)), None)
 
     def _carried(self, plain: Found, recipe: Recipe, allowed: int) -> Found | None:
@@ -244,7 +242,7 @@ class Search:
         """The plan that holds what another size held, if that may fit, and does."""
         num_bytes = self._kept_bytes
         alike = [held for held in recipe.held if held.signature == self.facts.signature]
-        likely = [held for held in alike if _ROOM_HELD <= held.expected_bytes(num_bytes) / allowed <= _ABOUT]
+        likely = [held for held in alike if _ROOM <= held.expected_bytes(num_bytes) / allowed <= _ABOUT]
         for held in sorted(likely, key=lambda held: held.expected_seconds(num_bytes)):
             layout = held.places.layout(self.facts, self.layout.catalogue)
             sizes = [next((size for size in self._nested if size <= each), self._nested[-1]) for each in held.sizes]
