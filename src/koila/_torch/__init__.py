@@ -262,10 +262,15 @@ def dissolve(graph: torch.fx.Graph) -> None:
     """Take a graph apart that nobody reads any more.
 
     Its nodes hold each other, and its namespace holds them all: they would wait for a full collection, which is rare
-    where PyTorch has made millions of objects. Look at: torch/fx/graph.py.
+    where PyTorch has made millions of objects. Look at: torch/fx/graph.py, `Graph.erase_node`, which does the same for
+    one node and takes three times as long.
     """
     for node in reversed(list(graph.nodes)):
-        graph.erase_node(node)
+        node._update_args_kwargs((), {})
+        node._remove_from_list()
+        node._erased = True
+    graph._len = 0
+    graph._find_nodes_lookup_table.table.clear()
     graph._graph_namespace._obj_to_name.clear()
 
 

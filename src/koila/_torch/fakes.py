@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -22,6 +22,26 @@ from koila._scopes import Mark
 without_modes = torch.utils._python_dispatch._disable_current_modes
 """No mode sees what is called: shapes are koila's matter, and values of constants are real. Look at:
 torch/utils/_python_dispatch.py."""
+
+
+@cache
+def cpu_mode() -> torch._subclasses.fake_tensor.FakeTensorMode:
+    """The mode of what `fake_on_cpu` makes."""
+    return torch._subclasses.fake_tensor.FakeTensorMode()
+
+
+def fake_on_cpu(layout: torch.Tensor) -> torch.Tensor:
+    """A fake tensor on the CPU with the layout of a meta tensor.
+
+    To make one by a call takes ten times as long: the mode looks the call up among those it has seen. Look at:
+    torch/_subclasses/fake_tensor.py, `FakeTensor.__new__`.
+
+    >>> made = fake_on_cpu(torch.empty(2, 3, device="meta").T)
+    >>> made.device, made.stride(), (made + 1).device
+    (device(type='cpu'), (1, 3), device(type='cpu'))
+    """
+    return torch._subclasses.fake_tensor.FakeTensor(cpu_mode(), layout, torch.device("cpu"))
+
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.immutable_collections import immutable_list
 
 from koila._torch import FakeTensorMode, OpOverload, in_turn, without_modes
 from koila._torch.graphs import add_node
@@ -100,6 +101,10 @@ def apply_symbolic_shapes(values: Sequence[Any], number: Callable[[list[Any]], A
     return Layout(shape, stride, first.dtype, (first.is_conj(), first.is_neg()))
 
 
+_FILLED = (Reference, Formula, _Size, list, dict, slice)
+"""What is not the same at all sizes, or may hold something that is not."""
+
+
 class Sample:
     """One traced program: its numbers and the outline of its joint graph."""
 
@@ -124,6 +129,7 @@ class Family:
         self._sizes: dict[tuple[Any, ...], _Size] = {}
         self._rivals: set[tuple[Formula, ...]] = set()
         """Formulas of one number that nobody recorded."""
+        self._layouts: dict[Any, Layout] = {}
         self._templates: list[_Template] = []
         for index, row in enumerate(rows):
             self._templates.append(self._template(row))
@@ -145,7 +151,15 @@ class Family:
         if any(other.value is None for other in row):
             raise NoFormula(f"nothing is known about the value of {node.target}")
         layout = apply_symbolic_shapes([other.value for other in row], self._number)
-        return _Template(node, args, kwargs, layout)
+        return _Template(node, args, kwargs, self._known_layout(layout))
+
+    def _known_layout(self, layout: Any) -> Any:
+        """The layout, the same object for equal ones: layers of a network give values that are alike."""
+        if isinstance(layout, list):
+            return list(map(self._known_layout, layout))
+        if not isinstance(layout, Layout):
+            return layout
+        return self._layouts.setdefault((*layout.shape, None, *layout.stride, layout.dtype, layout.bits), layout)
 
     def _align(self, trees: list[Any]) -> Any:
         first = trees[0]
@@ -158,7 +172,8 @@ class Family:
         if isinstance(first, (list, tuple)):
             if any(len(tree) != len(first) for tree in trees):
                 raise NoFormula("arguments differ in length")
-            return [self._align(list(items)) for items in zip(*trees, strict=True)]
+            found = [self._align(list(items)) for items in zip(*trees, strict=True)]
+            return found if any(type(item) in _FILLED for item in found) else immutable_list(found)
         if isinstance(first, dict):
             if any(tree.keys() != first.keys() for tree in trees):
                 raise NoFormula("arguments differ in name")
@@ -239,19 +254,20 @@ class _Builder:
         self.templates, self.symbols = templates, symbols
         self.inputs = iter(inputs)
         self.nodes: list[fx.Node] = []
-        self.numbers: dict[Formula, Number] = {}
-        self.shared: dict[Any, torch.Tensor] = {}
+        self.numbers: dict[int, Number] = {}
+        """By identity of a formula; the templates hold it."""
+        self.tensors: dict[int, torch.Tensor] = {}
+        """By identity of a layout. Nobody asks which values of a joint graph share their memory."""
 
     def joint(self, like: Joint, graph: Graph) -> Joint:
         made = fx.Graph()
         for template in self.templates:
-            args = self._filled(template.args, self._node)
-            kwargs = self._filled(template.kwargs, self._node)
+            args = self._filled(template.args)
+            kwargs = self._filled(template.kwargs) if template.kwargs else {}
             like_it = template.node
             node = add_node(made, like_it.op, like_it.target, tuple(args), kwargs, like_it.name)
             if node.op != "output":
-                node.meta["val"] = value = self._value(node, template)
-                _check_small(value, like_it.value)
+                node.meta["val"] = self._value(node, template)
                 if takes_everything(node) and not like_it.takes_everything:
                     raise NoFormula("a slice takes everything")  # It would not stand in a trace.
             if like_it.recorded is not None:
@@ -260,52 +276,52 @@ class _Builder:
         _check_results(self.nodes[-1], like, graph)
         return replace(like, module=Traced(made, like.module.constants), is_built=True)
 
-    def _node(self, reference: Reference) -> Any:
-        return self.nodes[reference.index]
-
-    def _filled(self, tree: Any, look_up: Callable[[Reference], Any]) -> Any:
+    def _filled(self, tree: Any) -> Any:
         kind = type(tree)
         if kind is Reference:
-            return look_up(tree)
+            return self.nodes[tree.index]
         if kind is Formula:
-            if tree not in self.numbers:
-                self.numbers[tree] = tree(self.symbols)
-            return self.numbers[tree]
+            found = self.numbers.get(id(tree))
+            if found is None:
+                found = self.numbers[id(tree)] = tree(self.symbols)
+            return found
         if kind is _Size:
             value = self.nodes[tree.index].meta["val"]
             return (value if isinstance(value, torch.Tensor) else value[tree.place]).shape[tree.dim]
         if kind is list:
-            return [self._filled(item, look_up) for item in tree]
+            return [self._filled(item) for item in tree]
         if kind is dict:
-            return {name: self._filled(item, look_up) for name, item in tree.items()}
+            return {name: self._filled(item) for name, item in tree.items()}
         if kind is slice:
-            return slice(*(self._filled(part, look_up) for part in (tree.start, tree.stop, tree.step)))
+            return slice(*(self._filled(part) for part in (tree.start, tree.stop, tree.step)))
         return tree
 
     def _value(self, node: fx.Node, template: _Template) -> Any:
+        like = template.node.value
         if node.op == "placeholder":
             prepass = next(self.inputs)
             made = torch.empty_strided(prepass.shape, prepass.stride, dtype=prepass.dtype, device="meta")
-            return with_bits(made, prepass.bits)
+            return _checked(with_bits(made, prepass.bits), like)
         if node.op == "get_attr":
-            return template.node.value
+            return like
         if node.target is operator.getitem:
             source: Any = node.args[0]
             return source.meta["val"][node.args[1]]
         if template.layout is not _UNKNOWN:
-            return self._made(template.layout)
+            return self._made(template.layout, like)
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), _meta_of)
-        return _run(node.target, args, kwargs)
+        return _checked(_run(node.target, args, kwargs), like)
 
-    def _made(self, layout: Any) -> Any:
-        if type(layout) is Layout:
-            shape, stride = self._filled(layout.shape, self._node), self._filled(layout.stride, self._node)
-            key = (*shape, None, *stride, layout.dtype, layout.bits)
-            if key not in self.shared:  # Nobody asks which values of a joint graph share their memory.
-                made = torch.empty_strided(shape, stride, dtype=layout.dtype, device="meta")
-                self.shared[key] = made if layout.bits == (False, False) else with_bits(made, layout.bits)
-            return self.shared[key]
-        return tuple(map(self._made, layout)) if isinstance(layout, list) else layout
+    def _made(self, layout: Any, like: Any) -> Any:
+        if type(layout) is not Layout:
+            return tuple(map(self._made, layout, like)) if isinstance(layout, list) else layout
+        found = self.tensors.get(id(layout))
+        if found is None:
+            shape, stride = self._filled(layout.shape), self._filled(layout.stride)
+            made = torch.empty_strided(shape, stride, dtype=layout.dtype, device="meta")
+            made = made if layout.bits == (False, False) else with_bits(made, layout.bits)
+            found = self.tensors[id(layout)] = _checked(made, like)
+        return found
 
 
 def _meta_of(argument: Any) -> Any:
@@ -348,15 +364,16 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _check_small(value: Any, like: Any) -> None:
-    """A dimension of one or no element has ways of its own: it must be one in the traces, too."""
+def _checked(value: Any, like: Any) -> Any:
+    """The value. A dimension of one or no element has ways of its own: it must be one in the traces, too."""
     if isinstance(value, (tuple, list)):
         for each, other in zip(value, like, strict=True):
-            _check_small(each, other)
+            _checked(each, other)
     elif isinstance(value, torch.Tensor):
         pairs = zip(value.shape, like.shape, strict=True)
         if any(size != other and min(size, other) < SMALL for size, other in pairs):
             raise NoFormula("a size is smaller than two")
+    return value
 
 
 def _check_results(output: fx.Node, like: Joint, graph: Graph) -> None:

@@ -91,7 +91,7 @@ class Cache(Generic[V]):
         self._missed = 0
         """How many entries were dropped and made again."""
         self._gone: OrderedDict[int, None] = OrderedDict()
-        """The latest keys that were dropped, by their hash."""
+        """The latest keys that were dropped, by their hash; of no use if no number of entries is held in any case."""
         self._lock = threading.RLock()  # Dropping an entry may run finalizers, which may look something up here.
         register(self)
 
@@ -120,10 +120,11 @@ class Cache(Generic[V]):
             if self.always and hash(key) in self._gone and self.weight < _MOST * self.max_size:
                 self._missed += 1
             while self.weight > self.max_size and len(self._entries) > self.always + self._missed:
-                oldest = next(iter(self._entries))
-                self._drop(oldest)
+                oldest, (_, lost) = self._entries.popitem(last=False)
+                self.weight -= lost
                 self._dropped += 1
-                self._note_gone(oldest)
+                if self.always:
+                    self._note_gone(oldest)
         return entry
 
     def _note_gone(self, key: Hashable) -> None:

@@ -179,7 +179,10 @@ def chunk_shape(item: Item, chunk: int) -> tuple[int, ...]:
 
 
 def result_shapes(item: Item, chunk: int | None) -> tuple[tuple[int, ...], ...] | None:
-    """The shapes of an item's results as its types have them; None if one of them is none of a whole or a slice."""
+    """The shapes of an item's results as its types have them: those of slices, and of merged values as they are.
+
+    None if one of them has another type, or is no tensor.
+    """
     value = item.node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
     kinds = item.type if isinstance(item.type, tuple) else (item.type,) * len(values)
@@ -188,9 +191,9 @@ def result_shapes(item: Item, chunk: int | None) -> tuple[tuple[int, ...], ...] 
     if item.kind != "chunk" or chunk is None:
         return tuple(tuple(each.shape) for each in values)
     found = [
-        kind.shape(tuple(each.shape), chunk)
+        kind.shape(tuple(each.shape), chunk) if isinstance(kind, Sliced) else tuple(each.shape)
         for each, kind in zip(values, kinds, strict=True)
-        if isinstance(kind, Sliced)
+        if isinstance(kind, (Sliced, Merged))
     ]
     return tuple(found) if len(found) == len(values) else None
 

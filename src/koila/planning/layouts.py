@@ -6,7 +6,7 @@ program whose facts are alike (`Facts.signature`), by the places of its items.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from koila.analysis.split import Facts, Item
 from koila.ir.cache import Cache, HashedOnce
@@ -19,7 +19,7 @@ ALWAYS = 4
 """So many are kept in any case."""
 
 
-class _Places:
+class Places:
     """A layout without its program."""
 
     def __init__(self, layout: Layout) -> None:
@@ -30,13 +30,17 @@ class _Places:
             return tuple([places[item] for item in items])
 
         self._stages = [
-            tuple(map(found, (stage.before, stage.items, stage.targets, stage.kept, stage.held)))
+            tuple(map(found, (stage.before, stage.items, stage.targets, stage.kept, _in_order(stage.held, places))))
             for stage in layout.stages
         ]
         self._after = found(layout.after)
 
-    def layout(self, facts: Facts) -> Layout:
-        """The layout of facts that are alike."""
+    def is_same(self, other: Places) -> bool:
+        """Whether it is the same layout."""
+        return self._stages == other._stages and self._after == other._after
+
+    def layout(self, facts: Facts, catalogue: Catalogue | None = None) -> Layout:
+        """The layout of facts that are alike; all layouts of a program share what is known about its items."""
         items = facts.items
 
         def found(places: Sequence[int]) -> tuple[Item, ...]:
@@ -46,10 +50,14 @@ class _Places:
         for *parts, held in self._stages:
             before, computed, targets, kept = map(found, parts)
             stages.append(Stage(before, computed, targets, kept, frozenset(found(held))))
-        return Layout(facts, tuple(stages), found(self._after), Catalogue(facts))
+        return Layout(facts, tuple(stages), found(self._after), catalogue or Catalogue(facts))
 
 
-_known: Cache[_Places] = Cache("layout_cache", MAX_ITEMS, lambda places: places.num_items, ALWAYS)
+def _in_order(items: Iterable[Item], places: Mapping[Item, int]) -> list[Item]:
+    return sorted(items, key=places.__getitem__)
+
+
+_known: Cache[Places] = Cache("layout_cache", MAX_ITEMS, lambda places: places.num_items, ALWAYS)
 
 
 def layout_of(facts: Facts) -> Layout:
@@ -61,5 +69,5 @@ def layout_of(facts: Facts) -> Layout:
     if known is not None:
         return known.layout(facts)
     layout = make_layout(facts)
-    _known.add(key, _Places(layout))
+    _known.add(key, Places(layout))
     return layout

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
 from koila._torch import FakeTensorMode, OpOverload, has_kernel, in_turn, is_autograd_view, schema_of, storage_key
+from koila._torch.fakes import cpu_mode, fake_on_cpu
 from koila.analysis.rules.reduce import MOMENTS, moments_bytes
 from koila.ir.cache import Cache
 from koila.ir.meta_kernels import known_result
@@ -111,7 +111,7 @@ def _find(operation: Operation, operands: list[Any], chunk: int, whole: Any, exp
 
 def _dense(target: Any, operands: list[Any], whole: Any, expected: Shapes | None) -> Any:
     """Dense results of the expected shapes, for a call that makes dense results; else None."""
-    if expected is None or not isinstance(target, OpOverload) or target.is_view or target is aten.reshape.default:
+    if expected is None or not (target in MOMENTS or _computes(target)):
         return None
     wholes = whole if isinstance(whole, (tuple, list)) else (whole,)
     if len(expected) != len(wholes) or not all(isinstance(w, torch.Tensor) and w.is_contiguous() for w in wholes):
@@ -123,6 +123,11 @@ def _dense(target: Any, operands: list[Any], whole: Any, expected: Shapes | None
     pairs = zip(expected, wholes, strict=True)
     made = tuple(torch.empty(shape, dtype=each.dtype, device="meta") for shape, each in pairs)
     return made if isinstance(whole, (tuple, list)) else made[0]
+
+
+def _computes(target: Any) -> bool:
+    """Whether it is an operator whose results are no views of its operands."""
+    return isinstance(target, OpOverload) and not target.is_view and target is not aten.reshape.default
 
 
 def _without_sizes(form: Form) -> Hashable:
@@ -240,21 +245,15 @@ _fakes: Cache[torch.Tensor] = Cache("fake_cache", 256)
 """By layout, a fake tensor on the CPU: the operands of one convolution are the results of another."""
 
 
-@cache
-def _cpu_mode() -> FakeTensorMode:
-    """The mode of these fake tensors."""
-    return FakeTensorMode()
-
-
 def _on_cpu(leaf: Any) -> Any:
-    """What stands for an argument of a call on the CPU; to be asked inside of `_cpu_mode`."""
-    return _fakes.get_or_add(Form.of(leaf), lambda: like(leaf, "cpu")) if isinstance(leaf, torch.Tensor) else leaf
+    """What stands for an argument of a call on the CPU."""
+    return _fakes.get_or_add(Form.of(leaf), lambda: fake_on_cpu(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
 
 @in_turn
 def _ask_table(target: Any, *call: Any) -> tuple[int, int]:
     on_cpu = target in _CONVOLUTIONS  # The choice of a kernel depends on the device.
-    with _cpu_mode() if on_cpu else nullcontext():
+    with cpu_mode() if on_cpu else nullcontext():
         args, kwargs, result = map_leaves(call, _on_cpu) if on_cpu else call
         hidden = workspace_bytes(target, args, result, kwargs)
         return hidden, retained_bytes(target, args, result, kwargs)

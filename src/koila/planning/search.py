@@ -26,7 +26,7 @@ from koila.planning.peak import peak_alone, project
 from koila.planning.phases import Layout
 from koila.planning.plan import Known, Plan, make_plan, stream_source
 from koila.planning.rates import LARGE
-from koila.planning.recipes import Made, Recipe, map_schedules, moves_of, with_moves
+from koila.planning.recipes import Held, Made, Recipe, held_by, map_schedules, moves_of, with_moves
 from koila.planning.schedule import Schedule
 from koila.planning.sizing import Found, expected_seconds, nested_sizes, paging_seconds
 
@@ -108,9 +108,9 @@ _ALIKE = 1.1
 
 
 _MOVES = 8
-"""The moves of so many sizes are remembered."""
-_ROOM = 0.7
-"""Moves that use less of a budget than this were made for a much larger size: others are looked for."""
+"""The moves of so many sizes are remembered, and what so many held between phases."""
+_ROOM = 0.6
+"""Plans like those of another size that use less of a budget were made for a much larger one: others are looked for."""
 _ABOUT = 1.05
 """Moves that would use more of it are not tried, if bytes grow with those of the plan without them."""
 
@@ -138,6 +138,8 @@ class Search:
         self._charged: set[Schedule] = set()
         """What the present question has paid for."""
         self._smallest: Found | None = None
+        self._failed: dict[int, int] = {}
+        """By chunk size, the peak of a plan in which the levers of another size could not make room."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -179,20 +181,33 @@ class Search:
         """How a plan of this search was made, and others at other sizes before it."""
         plan, is_uncut = found[0], found[0].facts is not self.facts
         level = 0 if is_uncut else 1 if plan.layout is not self.layout else -1 if plan.offloaded else 0
-        known = () if before is None else before.made
+        before = before or Recipe(level, plan.chunk_size)
+        known = before.made
         moves, plain = moves_of(plan), None if is_uncut else self._plans.get((level, plan.chunk_size))
         if moves and plain is not None:
             others = [made for made in known if made.moves != moves]
-            known = (Made(moves, plain[1].peak_bytes, found[1].peak_bytes), *others[: _MOVES - 1])
-        return Recipe(level, plan.chunk_size, is_uncut, known)
+            known = (Made(moves, plan.chunk_size, plain[1].peak_bytes, found[1].peak_bytes), *others[: _MOVES - 1])
+        failed = tuple({**dict(before.failed), **self._failed}.items())
+        return Recipe(level, plan.chunk_size, is_uncut, known, self._held_by(found, before), moves is None, failed)
+
+    def _held_by(self, found: Found, before: Recipe) -> tuple[Held, ...]:
+        """What a plan holds between phases, if it has a layout of its own, and what others held before it."""
+        is_own = found[0].facts is self.facts and found[0].layout is not self.layout
+        seconds = expected_seconds(found)
+        latest = held_by(found[0], self._kept_bytes, found[1].peak_bytes, seconds) if is_own else None
+        if latest is None:
+            return before.held
+        same = next((held for held in before.held if held.is_same(latest)), None)
+        others = [held for held in before.held if held is not same]
+        return (latest if same is None else latest.after(same), *others[: _MOVES - 1])
 
     def like(self, recipe: Recipe, allowed: int) -> Found | None:
-        """The plan that a recipe from another size makes of this program, if it fits; chunks may be larger."""
+        """The plan that a recipe from another size makes of this program, if it fits; chunks may be of another size."""
         self._charged.clear()
         if recipe.is_uncut:
             return self._shrunk(allowed)
         if recipe.level > 0:
-            return next(self._held.within(allowed), None) if self._held else None
+            return self._held_again(recipe, allowed) or (next(self._held.within(allowed), None) if self._held else None)
         if recipe.level not in self._levels:
             return None
         place = next((n for n, size in enumerate(self.sizes) if size <= recipe.chunk_size), len(self.sizes) - 1)
@@ -203,12 +218,47 @@ class Search:
             found = other if other[1].peak_bytes <= allowed else found
         if found[1].peak_bytes <= allowed:
             return found
-        return self._made_again(found, recipe, allowed) or self._fit(found[0], allowed)
+        following = (self.plain(recipe.level, size) for size in self.sizes[place : place + 3])
+        return next(filter(None, (self._carried(plain, recipe, allowed) for plain in following)), None)
+
+    def _carried(self, plain: Found, recipe: Recipe, allowed: int) -> Found | None:
+        """The plan as it is, with the moves of another size, or with levers like those of the last size pulled."""
+        if plain[1].peak_bytes <= allowed:
+            return plain
+        found, size = self._made_again(plain, recipe, allowed), plain[0].chunk_size
+        if found is None and plain[1].peak_bytes < dict(recipe.failed).get(size, inf):
+            levers = self.levers if recipe.has_regions else self.levers - {"region"}
+            found = self._fit(plain[0], allowed, levers=levers)
+            if found is None:
+                self._failed[size] = plain[1].peak_bytes
+        return found
+
+    @cached_property
+    def _kept_bytes(self) -> int:
+        """The bytes of all that crosses phases."""
+        return sum(map(self.layout.catalogue.state_bytes, self.layout.kept))
+
+    def _held_again(self, recipe: Recipe, allowed: int) -> Found | None:
+        """The plan that holds what another size held, if that may fit, and does."""
+        num_bytes = self._kept_bytes
+        alike = [held for held in recipe.held if held.signature == self.facts.signature]
+        likely = [held for held in alike if _ROOM <= held.expected_bytes(num_bytes) / allowed <= _ABOUT]
+        for held in sorted(likely, key=lambda held: held.expected_seconds(num_bytes)):
+            layout = held.places.layout(self.facts, self.layout.catalogue)
+            sizes = [next((size for size in self._nested if size <= each), self._nested[-1]) for each in held.sizes]
+            plain = self.made(layout, sizes, frozenset(self.facts.items[place] for place in held.filed))[0]
+            plan = with_moves(plain, held.moves)
+            projection = None if plan is None else project(plan)
+            if plan is not None and projection is not None and projection.peak_bytes <= allowed:
+                events.count("plan::held again")
+                return plan, projection
+        return None
 
     def _made_again(self, plain: Found, recipe: Recipe, allowed: int) -> Found | None:
         """The plan with the moves of another size made in it: the fewest that may fit, if they do."""
         num_bytes = plain[1].peak_bytes
-        likely = [made for made in recipe.made if made.expected_bytes(num_bytes) <= _ABOUT * allowed]
+        alike = [made for made in recipe.made if made.chunk_size == plain[0].chunk_size]
+        likely = [made for made in alike if made.expected_bytes(num_bytes) <= _ABOUT * allowed]
         for made in sorted(likely, key=lambda made: made.num_steps):
             changed = with_moves(plain[0], made.moves)
             projection = None if changed is None else project(changed)

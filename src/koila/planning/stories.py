@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from koila._torch import FakeTensorMode
+from koila._torch.fakes import fake_on_cpu
 from koila.ir.formulas import Formula, Formulas, NoFormula, Values
 from koila.ir.samples import after_failure, with_sample
 from koila.planning.forms import Form
@@ -164,10 +164,8 @@ def _aligned(trees: list[Any], number: Callable[[Sequence[Any]], Any]) -> Any:
 def _made(tree: Any, number: Callable[[Any], int], device: str) -> Any:
     if isinstance(tree, Form):
         shape, stride = tuple(map(number, tree.shape)), tuple(map(number, tree.stride))
-        if device == "meta":
-            return torch.empty_strided(shape, stride, dtype=tree.dtype, device=device)
-        with FakeTensorMode():
-            return torch.empty_strided(shape, stride, dtype=tree.dtype, device=device)
+        made = torch.empty_strided(shape, stride, dtype=tree.dtype, device="meta")
+        return fake_on_cpu(made) if device == "cpu" else made
     if isinstance(tree, Formula):
         return number(tree)
     if isinstance(tree, list):
