@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from benchmarks.witness import Watch, call_outside
+from koila.ir.recurrent import LAYER, LAYER_BACKWARD
 from koila.planning.workspace import num_bytes, this_processor, workspace_bytes
 from koila.planning.workspace.forms import form_of
 
@@ -275,6 +276,23 @@ def recurrent() -> Iterator[Call]:
         for gradient in (y, y.transpose(0, 1).contiguous().transpose(0, 1)):
             given = (y, hy, cy, gradient, hy, cy, False, 2, hidden, 1, True, True, False, [], False, workspace)
             yield Call(aten.mkldnn_rnn_layer_backward.default, (x, *weights, h, h, *given), note)
+    for kind, gates, dtype in (("gru", 3, f32), ("lstm", 4, f64), ("rnn_tanh", 1, f32)):
+        for sizes in ((64, 32, 64, 128), (32, 16, 128, 256)):
+            yield from _layers(kind, sizes, gates, dtype)
+
+
+def _layers(kind: str, sizes: tuple[int, int, int, int], gates: int, dtype: torch.dtype) -> Iterator[Call]:
+    """A layer that PyTorch computes step by step, in both directions, and its backward."""
+    length, batch, width, hidden = sizes
+    num_states = 2 if kind == "lstm" else 1
+    x, state = _randn(length, batch, width, dtype=dtype), _randn(batch, hidden * num_states, dtype=dtype)
+    shapes = ((gates * hidden, width), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
+    operands = (x, state, *(_randn(*shape, dtype=dtype) for shape in shapes))
+    note = f"{kind} {length} steps, batch {batch}, {width} to {hidden}"
+    output, last = LAYER(*operands, kind, False)
+    for reverse in (False, True):
+        yield Call(LAYER, (*operands, kind, reverse), note + " back" * reverse)
+        yield Call(LAYER_BACKWARD, (output, last, *operands, kind, reverse), note + " back" * reverse)
 
 
 def norms() -> Iterator[Call]:
@@ -496,6 +514,8 @@ FORMULAS = {
     "_scaled_dot_product_flash_attention_for_cpu.default": "threads × block of queries × (block of keys + head)",
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": "query + threads × two blocks",
     "mkldnn_rnn_layer.default": "1.035 × gates of all steps + weights (+ the saved workspace that fakes lack)",
+    "koila.recurrent_layer.default": "gates and outputs of all steps, an input that is turned round",
+    "koila.recurrent_layer_backward.default": "what autograd keeps for all steps, and gradients of gates or weights",
     "mkldnn_rnn_layer_backward.default": "1.02 × gates of all steps + 2 × weights + copy of a strided gradient",
     "native_layer_norm.default": "copy of a strided x",
     "native_layer_norm_backward.default": "copies of a strided x and gradient + threads × 2 × w",

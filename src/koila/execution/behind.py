@@ -2,36 +2,47 @@
 
 *Takes* a program and its budget. *Gives* the bytes that autograd holds behind its leaves, and those that it allocates
 there. Results of earlier runs in chunks are such leaves: their programs run again in the same backward pass, within
-what this program's gradients leave of the budget.
+what this program's gradients leave of the budget. A leaf that the program only takes detached is held, and no more: a
+hidden state that a loop carries from batch to batch costs no second backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from koila._budget import Budget
-from koila.ir.graph import Graph
+from koila.ir.graph import Graph, connected_leaves
 from koila.planning.eager_history import eager_history
 from koila.planning.whole_peak import leaf_bytes
 
 
 def history_behind(graph: Graph, budget: Budget) -> tuple[int, int]:
     """The bytes that are held, and those that a backward pass allocates."""
+    made = [leaf for leaf in graph.leaves if leaf.grad_fn is not None]
+    if not made:
+        return 0, 0
     allowed = budget.allowed_bytes
     gradients = leaf_bytes(leaf for leaf in graph.leaves if leaf.requires_grad)
 
     def rerun(node: Any, alive: int) -> int:
         return 0 if allowed is None else node.state.rerun_bytes(allowed - gradients - alive)
 
-    found = eager_history(graph.leaves, rerun)
-    known = _known_peak(graph)
-    backward = found.backward_bytes
-    return found.held_bytes, backward if known is None else min(backward, max(0, known - found.held_bytes))
+    held, reached = eager_history(made).held_bytes, _reached(graph)
+    backward, known = eager_history(reached, rerun).backward_bytes, _known_peak(graph, reached)
+    return held, backward if known is None else min(backward, max(0, known - held))
 
 
-def _known_peak(graph: Graph) -> int | None:
+def _reached(graph: Graph) -> list[torch.Tensor]:
+    """The leaves with a history to which gradients of any of the program's outputs may come."""
+    places = connected_leaves(graph, [value for value in graph.outputs if value.requires_grad])
+    return [graph.leaves[place] for place in places if graph.leaves[place].grad_fn is not None]
+
+
+def _known_peak(graph: Graph, made: Sequence[torch.Tensor]) -> int | None:
     """The peak of the one value with a history, if the run that made it was projected with its backward pass."""
-    made = [leaf for leaf in graph.leaves if leaf.grad_fn is not None]
     if len(made) != 1:
         return None
     operands = (value for node in graph.nodes for value in node.values() if value.real is made[0])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from koila._torch import OpOverload
+from koila.ir.recurrent import LAYER, LAYER_BACKWARD
 from koila.ir.tree import leaves, map_leaves
 from koila.planning.devices import current_rules
 from koila.planning.operation import join_pieces, slice_whole
@@ -81,11 +83,16 @@ def _bytes_per_second(target: Any) -> float:
 
 _PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}
 """By plain product, the position of its first factor."""
+_LAYERS = {LAYER: (0, 2.0), LAYER_BACKWARD: (2, 6.0)}
+"""By recurrent layer, the position of its input, and the operations for each element of a weight and each position."""
 
 
 def _flops(target: Any, args: Any, kwargs: Any, result: Any) -> float:
     if target in _PRODUCTS:
         return 2.0 * result.numel() * args[_PRODUCTS[target]].shape[-1]
+    if target in _LAYERS:
+        place, operations = _LAYERS[target]
+        return operations * prod(args[place].shape[:2]) * (args[place + 2].numel() + args[place + 3].numel())
     if "flash_attention_for_cpu" in str(target):
         batch, heads, queries, width = args[-6 if "backward" in str(target) else 0].shape[:4]
         keys = args[1].shape[2]

@@ -1,4 +1,4 @@
-"""oneDNN's recurrent layer and its backward in chunks: the workspace between them belongs to a chunk."""
+"""Recurrent layers and their backward in chunks: of oneDNN, whose workspace belongs to a chunk, and of cells."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from koila import events
 from koila.analysis.chunk_rule import Call, Operand
 from koila.analysis.decompositions import checks
 from koila.analysis.decompositions.checks import cell_by_cell
+from koila.analysis.decompositions.recurrent import is_one_operator, layer_by_layer
 from koila.analysis.rules import rule_for
 from koila.analysis.types import OPAQUE, WHOLE, Sliced
 
@@ -161,3 +162,99 @@ def test_the_layers_of_modules_are_those_that_are_replaced(
     with checks.TracedFunctions():
         module(3, 4)(torch.randn(5, 2, 3))
     assert len(seen) == 1
+
+
+# Layers that PyTorch computes step by step: one operator for all steps.
+
+CELLS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "two layers": {"num_layers": 2},
+    "both ways": {"num_layers": 2, "bidirectional": True},
+    "relu": {"nonlinearity": "relu"},
+}
+
+
+def states(module: nn.RNNBase, batch: int) -> Any:
+    """A first state: for an LSTM two of them."""
+    shape = (module.num_layers * (1 + module.bidirectional), batch, module.hidden_size)
+    first, second = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
+    return (first, second) if module.mode == "LSTM" else first
+
+
+def call_of(module: nn.RNNBase, x: torch.Tensor, state: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The function that a module calls, and its arguments."""
+    layer = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[module.mode]
+    how = (module.bias, module.num_layers, module.dropout, module.training, module.bidirectional, module.batch_first)
+    return layer, (x, state, module._flat_weights, *how)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", CELLS)
+def test_layer_by_layer_is_the_layer(kind: str, options: str) -> None:
+    if options == "relu" and kind != "RNN":
+        return
+    torch.manual_seed(4)
+    module = CELLS[kind](3, 4, **OPTIONS[options], dtype=torch.float64)
+    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    layer, args = call_of(module, x, states(module, 5 if module.batch_first else 2))
+    assert is_one_operator(layer, args)
+    for own, theirs in zip(layer_by_layer(layer, *args), layer(*args), strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-14, atol=1e-15)
+        inputs, seed = [x, *module.parameters()], torch.randn_like(theirs)
+        how = {"allow_unused": True, "retain_graph": True}
+        found = torch.autograd.grad(own, inputs, seed, **how)
+        for gradient, expected in zip(found, torch.autograd.grad(theirs, inputs, seed, **how), strict=True):
+            # Where nothing comes to a weight, the operator gives zeros.
+            expected = torch.zeros_like(gradient) if expected is None and gradient is not None else expected
+            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_gradients_of_its_gradients(kind: str) -> None:
+    torch.manual_seed(4)
+    module = CELLS[kind](2, 2, dtype=torch.float64)
+    state = states(module, 2)
+
+    def output(x: torch.Tensor) -> torch.Tensor:
+        layer, args = call_of(module, x, state)
+        return layer_by_layer(layer, *args)[0]  # type: ignore[no-any-return]
+
+    x = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(output, (x,))
+    assert torch.autograd.gradgradcheck(output, (x,))
+
+
+def test_layers_of_other_kinds_stay_what_they_are() -> None:
+    x = torch.randn(5, 2, 3)
+    for module, given in (
+        (nn.GRU(3, 4, bias=False), x),
+        (nn.LSTM(3, 4), x),  # oneDNN's.
+        (nn.LSTM(3, 4, proj_size=2, dtype=torch.float64), x.double()),
+        (nn.GRU(3, 4, dtype=torch.bfloat16), x.bfloat16()),
+    ):
+        assert not is_one_operator(*call_of(module, given, None))
+    layer, args = call_of(nn.GRU(3, 4), x, None)
+    assert is_one_operator(layer, args)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_one_operator(layer, args)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("options", ["batch first", "both ways"])
+@pytest.mark.parametrize("kind", CELLS)
+def test_a_layer_of_cells_in_chunks(kind: str, options: str, size: int) -> None:
+    torch.manual_seed(3)
+    module = CELLS[kind](3, 4, **OPTIONS[options], dtype=torch.float64)
+    batch = 0 if module.batch_first else 1
+    x = torch.randn((7, 5, 3) if batch == 0 else (5, 7, 3), dtype=torch.float64)
+    expected = gradients(module, module(x)[0].square().mean())
+    before = events.counters().get("executed::koila.recurrent_layer_backward.default", 0)
+    with koila.budget(chunk_size=size):
+        found = gradients(module, module(koila.lazy(x, batch=batch))[0].square().mean())
+    for own, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-14)
+    num_layers = module.num_layers * (1 + module.bidirectional)
+    ran = events.counters()["executed::koila.recurrent_layer_backward.default"] - before
+    assert ran == num_layers * -(-7 // size)

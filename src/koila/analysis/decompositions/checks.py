@@ -1,4 +1,4 @@
-"""Functions that are traced in another form than they are called: checks of data, and cuDNN's recurrent layers.
+"""Functions that are traced in another form than they are called: checks of data, and recurrent layers.
 
 *Takes* functions that look at data before they compute, and that on fake tensors do not. *Gives* the same function by
 operators whose kernels check: what eager refuses because of a value must be refused by the traced program, too. A call
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from koila._torch import OpOverload, is_any_autocast_enabled, schema_of
 from koila._torch.switches import without_cudnn
+from koila.analysis.decompositions.recurrent import NAMES, is_one_operator, layer_by_layer
 from koila.errors import AnalysisError
 
 
@@ -36,10 +37,14 @@ def cell_by_cell(layer: Any, *args: Any) -> Any:
     return without_cudnn(lambda: layer(*args))
 
 
-_LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+def recurrent(layer: Any, *args: Any) -> Any:
+    """A recurrent layer as operators that can be cut: one for all positions, where that is known, or cells."""
+    return (layer_by_layer if is_one_operator(layer, args) else cell_by_cell)(layer, *args)
+
+
 _TRACED_AS: dict[Any, Any] = {
     torch.nn.functional.one_hot: one_hot,
-    **{layer: partial(cell_by_cell, layer) for layer in _LAYERS},
+    **{layer: partial(recurrent, layer) for layer in NAMES},
 }
 
 

@@ -1,6 +1,6 @@
-"""Rules for oneDNN's fused recurrent layer: samples are independent, steps are not.
+"""Rules for recurrent layers, oneDNN's and those of `koila.ir.recurrent`: samples are independent, steps are not.
 
-*Takes* calls of the layer and its backward. *Gives* the table `ROWS`. The layer hands its backward a workspace in a
+*Takes* calls of a layer and its backward. *Gives* the table `ROWS`. oneDNN's layer hands its backward a workspace in a
 format of its own: it belongs to the chunk that it was made for (`OPAQUE`).
 """
 
@@ -14,6 +14,7 @@ import torch
 from koila.analysis.chunk_rule import Call, ChunkRule, Rule
 from koila.analysis.rules._rows import letters
 from koila.analysis.types import OPAQUE, WHOLE
+from koila.ir import recurrent
 
 aten = torch.ops.aten
 
@@ -43,4 +44,6 @@ def _layer_backward(call: Call) -> ChunkRule | None:
 ROWS: dict[Any, Rule] = {
     aten.mkldnn_rnn_layer.default: _layer,
     aten.mkldnn_rnn_layer_backward.default: _layer_backward,
+    recurrent.LAYER: letters("input=TbI state=bS -> TbH bS"),
+    recurrent.LAYER_BACKWARD: letters("grad_output=TbH grad_state=bS input=TbI state=bS -> TbI bS GI+ GH+ G+ G+"),
 }

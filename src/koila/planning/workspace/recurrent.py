@@ -1,6 +1,7 @@
-"""oneDNN's recurrent layers: the gates of all steps, weights in its own layout, and what the backward needs.
+"""Recurrent layers: the gates of all steps, and what the backward needs.
 
-Measured with AVX2; `_reserve` is what other processors may need beside.
+oneDNN's have weights in its own layout; measured with AVX2, `_reserve` is what other processors may need beside. Those
+of `koila.ir.recurrent` are made of PyTorch's plain operators, which are counted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from koila.ir.recurrent import LAYER, LAYER_BACKWARD
 from koila.planning.workspace.copies import copy_bytes
 from koila.planning.workspace.kernel_call import Formula, KernelCall, num_bytes
 from koila.planning.workspace.processor import Isa
@@ -55,7 +57,38 @@ def _backward(call: KernelCall) -> int:
     return gates + 2 * _weights(call) + copy_bytes(call["grad_output"]) + (300 << 10) + _reserve(call)
 
 
+_SAVED = {"gru": 8, "lstm": 8, "rnn_relu": 2, "rnn_tanh": 2}
+"""Values like the output that autograd keeps for a layer of cells, its output included."""
+_OBJECTS = {"gru": 17 << 10, "lstm": 17 << 10, "rnn_relu": 6 << 10, "rnn_tanh": 6 << 10}
+"""Bytes of autograd's own objects for each step."""
+
+
+def _steps(call: KernelCall) -> tuple[int, int, int]:
+    """Bytes of the outputs of all steps, of their gates, and of an input that is turned round."""
+    source, hidden = call["input"], call["w_hh"].shape[1]
+    outputs = prod(source.shape[:2]) * hidden * source.element_size()
+    return outputs, outputs * call["w_hh"].shape[0] // hidden, num_bytes(source) if call["reverse"] else 0
+
+
+def _cells(call: KernelCall) -> int:
+    outputs, gates, turned = _steps(call)
+    return outputs + gates + turned + 512 * call["input"].shape[0]
+
+
+def _cells_backward(call: KernelCall) -> int:
+    """At the peak the gradients of all gates are put together, or those of the recurrent weight added up, beside a
+    gradient that was turned round; the results come at the end."""
+    outputs, gates, turned = _steps(call)
+    results, weight = sum(map(num_bytes, call.result)), num_bytes(call["w_hh"])
+    objects = _OBJECTS[call["kind"]] * call["input"].shape[0] + (64 << 10)
+    adding = 3 * weight + (outputs if call["reverse"] else 0)
+    peak = max(gates + weight, adding, results) - results
+    return max(0, _SAVED[call["kind"]] * outputs + turned + peak) + objects
+
+
 ROWS: dict[Any, Formula] = {
+    LAYER: _cells,
+    LAYER_BACKWARD: _cells_backward,
     aten.mkldnn_rnn_layer.default: _layer,
     aten.mkldnn_rnn_layer_backward.default: _backward,
 }
