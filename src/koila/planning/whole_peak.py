@@ -33,6 +33,7 @@ from koila.planning.devices import current_rules, planning_for
 from koila.planning.peak import Projection
 from koila.planning.stories import Stories, Story
 from koila.planning.tracker import FakeTracker
+from koila.planning.whole_layers import WholeLayers
 
 VALUES_PER_CALL = 8
 """So many values stand for a recorded call, its gradient, and what autograd keeps for them."""
@@ -175,7 +176,8 @@ def _replayed(graph: Graph, roots: Sequence[Value]) -> FakeTracker:
             tracker.place = places[node]
             return fakes.lookup
 
-        replay(fakes.calls, environment, lookup_for, fakes.numbers, free)
+        with WholeLayers():
+            replay(fakes.calls, environment, lookup_for, fakes.numbers, free)
         tracker.place = None  # A backward pass.
         with torch.autograd.set_detect_anomaly(False):  # It would look for NaN in fake gradients.
             for root in roots:

@@ -7,7 +7,7 @@ gradient of a gradient goes through PyTorch's own cells.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,10 @@ def _differentiable(operands: Sequence[Tensor], how: tuple[str, bool], gradients
 
 def is_one_operator(layer: Any, args: Sequence[Any]) -> bool:
     """Whether a call is replaced: PyTorch would compute it cell by cell on a CPU, and its cells are the plain ones."""
+    if layer not in NAMES:
+        return False
     is_packed = not isinstance(args[3], bool)  # (data, batch_sizes, hx, params, …) and not (input, hx, params, …).
-    if layer not in NAMES or is_packed or not args[3] or is_any_autocast_enabled() or active_transform() is not None:
+    if is_packed or not args[3] or is_any_autocast_enabled() or active_transform() is not None:
         return False
     weights, num_layers, bidirectional = args[2], args[4], args[7]
     dtypes = (torch.float64,) if layer is torch.lstm else (torch.float32, torch.float64)  # oneDNN has the others.
@@ -59,8 +61,14 @@ def is_one_operator(layer: Any, args: Sequence[Any]) -> bool:
     return is_plain and len(weights) == NUM_WEIGHTS * num_layers * (1 + bidirectional)
 
 
-def layer_by_layer(layer: Any, *args: Any) -> Any:
-    """A call of a recurrent network as a program of layers; what is dropped out between them is drawn as eager does."""
+def layer_by_layer(layer: Any, *args: Any, run: Callable[..., Any] = _Layer.apply) -> Any:
+    """A call of a recurrent network as a program of layers; what is dropped out between them is drawn as eager does.
+
+    Args:
+        layer: The function that is called.
+        args: Its arguments.
+        run: What runs one layer in one direction, as `run_layer` does.
+    """
     value, hidden, weights, _, num_layers, dropout, train, bidirectional, batch_first = args
     kind = NAMES[layer]
     states = torch.cat(tuple(hidden), -1) if kind == "lstm" else hidden
@@ -70,7 +78,7 @@ def layer_by_layer(layer: Any, *args: Any) -> Any:
         outputs = []
         for place in range(number * num_directions, (number + 1) * num_directions):
             given = weights[NUM_WEIGHTS * place : NUM_WEIGHTS * (place + 1)]
-            output, state = _Layer.apply(value, states[place], *given, kind, bool(place % num_directions))
+            output, state = run(value, states[place], *given, kind, bool(place % num_directions))
             outputs.append(output)
             last.append(state)
         value = torch.cat(outputs, -1) if bidirectional else outputs[0]

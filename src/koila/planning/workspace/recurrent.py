@@ -57,9 +57,9 @@ def _backward(call: KernelCall) -> int:
     return gates + 2 * _weights(call) + copy_bytes(call["grad_output"]) + (300 << 10) + _reserve(call)
 
 
-_SAVED = {"gru": 8, "lstm": 8, "rnn_relu": 2, "rnn_tanh": 2}
+SAVED = {"gru": 8, "lstm": 8, "rnn_relu": 2, "rnn_tanh": 2}
 """Values like the output that autograd keeps for a layer of cells, its output included."""
-_OBJECTS = {"gru": 17 << 10, "lstm": 17 << 10, "rnn_relu": 6 << 10, "rnn_tanh": 6 << 10}
+OBJECT_BYTES = {"gru": 17 << 10, "lstm": 17 << 10, "rnn_relu": 6 << 10, "rnn_tanh": 6 << 10}
 """Bytes of autograd's own objects for each step."""
 
 
@@ -80,10 +80,10 @@ def _cells_backward(call: KernelCall) -> int:
     gradient that was turned round; the results come at the end."""
     outputs, gates, turned = _steps(call)
     results, weight = sum(map(num_bytes, call.result)), num_bytes(call["w_hh"])
-    objects = _OBJECTS[call["kind"]] * call["input"].shape[0] + (64 << 10)
+    objects = OBJECT_BYTES[call["kind"]] * call["input"].shape[0] + (64 << 10)
     adding = 3 * weight + (outputs if call["reverse"] else 0)
     peak = max(gates + weight, adding, results) - results
-    return max(0, _SAVED[call["kind"]] * outputs + turned + peak) + objects
+    return max(0, SAVED[call["kind"]] * outputs + turned + peak) + objects
 
 
 ROWS: dict[Any, Formula] = {
