@@ -16,6 +16,7 @@ from koila.analysis.split import Facts
 from koila.errors import BudgetError
 from koila.ir.job import Job, Wanted
 from koila.planning.calibration import correction_bytes
+from koila.planning.carrying import Carrying
 from koila.planning.devices import current_rules
 from koila.planning.layouts import layout_of
 from koila.planning.levers.offload import copying_bytes
@@ -90,10 +91,11 @@ class Cutter:
         if after > allowed_bytes:
             return None
         started, search = time.perf_counter(), self._search(wanted)
+        carrying = Carrying(search)
         recipe = self.job.carried.get(wanted) if self.job.carried is not None else None
         try:
             with without_collection():
-                found = None if recipe is None else search.like(recipe, allowed_bytes - outside)
+                found = None if recipe is None else carrying.like(recipe, allowed_bytes - outside)
                 if found is not None:
                     events.count("plan::carried over")
                 else:
@@ -107,7 +109,7 @@ class Cutter:
             return None
         placed = self._in_arena(*found, allowed_bytes - outside)
         cut = _with_copies(self._cut(wanted, *placed, search.facts), allowed_bytes)
-        return replace(cut, recipe=search.recipe(found, recipe))
+        return replace(cut, recipe=carrying.recipe(found, recipe))
 
     def smallest(self, wanted: Wanted) -> Refused:
         """The smallest budget that would do, and what stands in the way."""

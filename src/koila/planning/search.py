@@ -26,7 +26,7 @@ from koila.planning.peak import peak_alone, project
 from koila.planning.phases import Layout
 from koila.planning.plan import Known, Plan, make_plan, stream_source
 from koila.planning.rates import LARGE
-from koila.planning.recipes import Held, Made, Recipe, held_by, map_schedules, moves_of, with_moves
+from koila.planning.recipes import map_schedules
 from koila.planning.schedule import Schedule
 from koila.planning.sizing import Found, expected_seconds, nested_sizes, paging_seconds
 
@@ -107,14 +107,6 @@ _ALIKE = 1.1
 """Plans whose expected seconds differ less may take the same time."""
 
 
-_MOVES = 8
-"""The moves of so many sizes are remembered, and what so many held between phases."""
-_ROOM = 0.6
-"""Plans like those of another size that use less of a budget were made for a much larger one: others are looked for."""
-_ABOUT = 1.05
-"""Moves that would use more of it are not tried, if bytes grow with those of the plan without them."""
-
-
 class Search:
     """The plans of one program, made when they are needed; all of it is forgotten once a decision is made.
 
@@ -130,29 +122,31 @@ class Search:
         self.uncut_facts, self.whole_facts = uncut_facts, whole_facts
         sizes, nested = (make(facts.num_samples, facts.granule) for make in (chunk_sizes, nested_sizes))
         self.sizes = [size for size in sizes if size >= smallest_chunk] or sizes[:1]
-        self._nested = [size for size in nested if size >= smallest_chunk] or nested[:1]
+        self.nested = [size for size in nested if size >= smallest_chunk] or nested[:1]
         """The sizes of which each is a part of the one before."""
         self.num_nodes = len(facts.joint.module.graph.nodes) + _FEW
-        self._plans: dict[tuple[int, int], Found] = {}
+        self.plans: dict[tuple[int, int], Found] = {}
         self._schedules: Known = {}
         self._charged: set[Schedule] = set()
         """What the present question has paid for."""
         self._smallest: Found | None = None
-        self._failed: dict[int, int] = {}
-        """By chunk size, the peak of a plan in which the levers of another size could not make room."""
 
     @cached_property
     def layout(self) -> Layout:
         """The layout that keeps whatever would be computed again at length."""
         return layout_of(self.facts)
 
+    def begin(self) -> None:
+        """A new question: what others have paid for is paid for again."""
+        self._charged.clear()
+
     def plain(self, level: int, size: int) -> Found:
         """The plan for a chunk size, without levers inside its schedules."""
-        if (level, size) not in self._plans:
+        if (level, size) not in self.plans:
             filed = self.layout.kept if level < 0 else frozenset()
-            self._plans[level, size] = self.made(self.layout, size, filed)
-        self._charge(self._plans[level, size][0])
-        return self._plans[level, size]
+            self.plans[level, size] = self.made(self.layout, size, filed)
+        self._charge(self.plans[level, size][0])
+        return self.plans[level, size]
 
     def made(self, layout: Layout, sizes: int | Sequence[int], filed: frozenset[Item]) -> Found:
         """The plan of a layout."""
@@ -177,98 +171,6 @@ class Search:
             raise refusal(smallest.peak_bytes, allowed, smallest.largest)
         return found
 
-    def recipe(self, found: Found, before: Recipe | None = None) -> Recipe:
-        """How a plan of this search was made, and others at other sizes before it."""
-        plan, is_uncut = found[0], found[0].facts is not self.facts
-        level = 0 if is_uncut else 1 if plan.layout is not self.layout else -1 if plan.offloaded else 0
-        before = before or Recipe(level, plan.chunk_size)
-        known = before.made
-        moves, plain = moves_of(plan), None if is_uncut else self._plans.get((level, plan.chunk_size))
-        if moves and plain is not None:
-            others = [made for made in known if made.moves != moves]
-            known = (Made(moves, plan.chunk_size, plain[1].peak_bytes, found[1].peak_bytes), *others[: _MOVES - 1])
-        failed = tuple({**dict(before.failed), **self._failed}.items())
-        return Recipe(level, plan.chunk_size, is_uncut, known, self._held_by(found, before), moves is None, failed)
-
-    def _held_by(self, found: Found, before: Recipe) -> tuple[Held, ...]:
-        """What a plan holds between phases, if it has a layout of its own, and what others held before it."""
-        is_own = found[0].facts is self.facts and found[0].layout is not self.layout
-        seconds = expected_seconds(found)
-        latest = held_by(found[0], self._kept_bytes, found[1].peak_bytes, seconds) if is_own else None
-        if latest is None:
-            return before.held
-        same = next((held for held in before.held if held.is_same(latest)), None)
-        others = [held for held in before.held if held is not same]
-        return (latest if same is None else latest.after(same), *others[: _MOVES - 1])
-
-    def like(self, recipe: Recipe, allowed: int) -> Found | None:
-        """The plan that a recipe from another size makes of this program, if it fits; chunks may be of another size."""
-        self._charged.clear()
-        if recipe.is_uncut:
-            return self._shrunk(allowed)
-        if recipe.level > 0:
-            return self._held_again(recipe, allowed) or (next(self._held.within(allowed), None) if self._held else None)
-        if recipe.level not in self._levels:
-            return None
-        place = next((n for n, size in enumerate(self.sizes) if size <= recipe.chunk_size), len(self.sizes) - 1)
-        found = self.plain(recipe.level, self.sizes[place])
-        larger = self._guess(recipe.level, place, allowed)
-        if self.sizes[larger] >= 2 * self.sizes[place]:
-            other = self.plain(recipe.level, self.sizes[larger])
-            found = other if other[1].peak_bytes <= allowed else found
-        if found[1].peak_bytes <= allowed:
-            return found
-        following = (self.plain(recipe.level, size) for size in self.sizes[place : place + 3])
-        return next(filter(None, (self._carried(plain, recipe, allowed) for plain in following)), None)
-
-    def _carried(self, plain: Found, recipe: Recipe, allowed: int) -> Found | None:
-        """The plan as it is, with the moves of another size, or with levers like those of the last size pulled."""
-        if plain[1].peak_bytes <= allowed:
-            return plain
-        found, size = self._made_again(plain, recipe, allowed), plain[0].chunk_size
-        if found is None and plain[1].peak_bytes < dict(recipe.failed).get(size, inf):
-            levers = self.levers if recipe.has_regions else self.levers - {"region"}
-            found = self._fit(plain[0], allowed, levers=levers)
-            if found is None:
-                self._failed[size] = plain[1].peak_bytes
-        return found
-
-    @cached_property
-    def _kept_bytes(self) -> int:
-        """The bytes of all that crosses phases."""
-        return sum(map(self.layout.catalogue.state_bytes, self.layout.kept))
-
-    def _held_again(self, recipe: Recipe, allowed: int) -> Found | None:
-        """The plan that holds what another size held, if that may fit, and does."""
-        num_bytes = self._kept_bytes
-        alike = [held for held in recipe.held if held.signature == self.facts.signature]
-        likely = [held for held in alike if _ROOM <= held.expected_bytes(num_bytes) / allowed <= _ABOUT]
-        for held in sorted(likely, key=lambda held: held.expected_seconds(num_bytes)):
-            layout = held.places.layout(self.facts, self.layout.catalogue)
-            sizes = [next((size for size in self._nested if size <= each), self._nested[-1]) for each in held.sizes]
-            plain = self.made(layout, sizes, frozenset(self.facts.items[place] for place in held.filed))[0]
-            plan = with_moves(plain, held.moves)
-            projection = None if plan is None else project(plan)
-            if plan is not None and projection is not None and projection.peak_bytes <= allowed:
-                events.count("plan::held again")
-                return plan, projection
-        return None
-
-    def _made_again(self, plain: Found, recipe: Recipe, allowed: int) -> Found | None:
-        """The plan with the moves of another size made in it: the fewest that may fit, if they do."""
-        num_bytes = plain[1].peak_bytes
-        alike = [made for made in recipe.made if made.chunk_size == plain[0].chunk_size]
-        likely = [made for made in alike if made.expected_bytes(num_bytes) <= _ABOUT * allowed]
-        for made in sorted(likely, key=lambda made: made.num_steps):
-            changed = with_moves(plain[0], made.moves)
-            projection = None if changed is None else project(changed)
-            if changed is not None and projection is not None and projection.peak_bytes <= allowed:
-                if projection.peak_bytes < _ROOM * allowed:
-                    return None
-                events.count("plan::moves made again")
-                return changed, projection
-        return None
-
     def find(self, allowed: int, thorough: bool = True) -> Found | None:
         """The same, or None. A thorough search looks for the smallest plan before it gives up, which takes longer."""
         best: list[Found] = []
@@ -286,7 +188,7 @@ class Search:
                 limit //= 2
             return True
 
-        self._charged.clear()
+        self.begin()
         if not attempt(_FIND * self.num_nodes, look):
             events.count("plan::search cut short")
         if not best and thorough and self.smallest()[1].peak_bytes <= allowed:
@@ -326,7 +228,7 @@ class Search:
         repeats, kept = self._price
         return "recompute" in self.levers and self._result_bytes <= allowed and (repeats or kept > allowed / 16)
 
-    def _shrunk(self, allowed: int, effort: float = _FIT) -> Found | None:
+    def shrunk(self, allowed: int, effort: float = _FIT) -> Found | None:
         """The uncut program within so many bytes."""
         return self._fit_uncut(self._uncut, allowed, effort) if self._may_stay_uncut(allowed) else None
 
@@ -339,24 +241,22 @@ class Search:
             return None
         self._charge(plan)
         # Regions are for what stands in a chunk; here, they would take most of the time and seldom help.
-        return self._fit(plan, allowed, effort, self.levers - {"region"})
+        return self.fit(plan, allowed, effort, self.levers - {"region"})
 
-    def _fit(
-        self, plan: Plan, allowed: int, effort: float = _FIT, levers: frozenset[str] | None = None
-    ) -> Found | None:
+    def fit(self, plan: Plan, allowed: int, effort: float = _FIT, levers: frozenset[str] | None = None) -> Found | None:
         """The plan with levers pulled, if that does not take too long."""
         return attempt(effort * self.num_nodes, lambda: fit(plan, allowed, levers or self.levers))
 
     def _fitting(self, allowed: int) -> Iterator[Found]:
         """Plans that fit: the batch as it is, shrunk; then cut, with all that crosses phases kept, or part of it."""
         best = inf
-        for uncut in filter(None, (self._shrunk(allowed), self._by_eager_kernels(allowed))):
+        for uncut in filter(None, (self.shrunk(allowed), self._by_eager_kernels(allowed))):
             best = min(best, expected_seconds(uncut))
             yield uncut
-        for held in self._held.within(allowed) if self._held else ():
+        for held in self.held.within(allowed) if self.held else ():
             best = min(best, expected_seconds(held))
             yield held
-        for level in self._levels:
+        for level in self.levels:
             if level >= 0 and kept_bytes(self.layout, self.streamed) > allowed:
                 continue  # No chunk size makes room for what this level keeps.
             if layout_seconds(self.layout) >= best:
@@ -379,18 +279,18 @@ class Search:
         first = last - (1 if self._is_mostly_kept(level, allowed) else 2)
         for place in range(max(0, first), last) if "chunk" in self.levers else (0,):
             plan = self.plain(level, self.sizes[place])[0]
-            fitted = self._fit(plan, allowed) if plan.seconds < best else None
+            fitted = self.fit(plan, allowed) if plan.seconds < best else None
             if fitted is not None:
                 best = min(best, expected_seconds(fitted))
                 yield fitted
 
     @cached_property
-    def _held(self) -> HeldPlans | None:
+    def held(self) -> HeldPlans | None:
         """The plans that keep some values between phases; None if there is nothing to keep."""
         if "keep" not in self.levers or len(self.layout.stages) < 2:
             return None
-        sizes = self._nested if "chunk" in self.levers else self.sizes[:1]
-        fit = lambda plan, allowed: self._fit(plan, allowed, _FIT / 6)  # noqa: E731
+        sizes = self.nested if "chunk" in self.levers else self.sizes[:1]
+        fit = lambda plan, allowed: self.fit(plan, allowed, _FIT / 6)  # noqa: E731
         return HeldPlans(self.layout, sizes, self.num_nodes, "offload" in self.levers, self.made, fit)
 
     def _with_small_results(self, level: int, place: int) -> Iterator[Found]:
@@ -403,7 +303,7 @@ class Search:
             yield self.plain(level, following)
 
     @cached_property
-    def _levels(self) -> list[int]:
+    def levels(self) -> list[int]:
         """How all that crosses phases is kept: in memory, or in files (-1)."""
         return [0, -1] if self.layout.kept and "offload" in self.levers else [0]
 
@@ -416,20 +316,20 @@ class Search:
             return 0
         # With several chunks, projected bytes fall with their size; what scales tells where to look.
         low, high, found = 1, len(sizes) - 1, None
-        guess = self._guess(level, 0, allowed)
+        guess = self.guess(level, 0, allowed)
         while low <= high:
             place = min(max(guess, low), high)
             if self.plain(level, sizes[place])[1].peak_bytes <= allowed:
                 found, high, guess = place, place - 1, place - 1
             else:
-                low, guess = place + 1, self._guess(level, place, allowed)
+                low, guess = place + 1, self.guess(level, place, allowed)
         return found
 
     def _is_mostly_kept(self, level: int, num_bytes: int) -> bool:
         """Whether what crosses phases is most of so many bytes: then chunk sizes change little."""
-        return level >= 0 and 2 * kept_bytes(self.layout, self.streamed) > num_bytes and self._held is not None
+        return level >= 0 and 2 * kept_bytes(self.layout, self.streamed) > num_bytes and self.held is not None
 
-    def _guess(self, level: int, place: int, allowed: int) -> int:
+    def guess(self, level: int, place: int, allowed: int) -> int:
         """The place of the largest chunk size that might fit, if activations are all that scales."""
         size, projection = self.sizes[place], self.plain(level, self.sizes[place])[1]
         scales = sum(num_bytes for kind, num_bytes in projection.kinds if kind in ("activations", "workspace"))
@@ -444,7 +344,7 @@ class Search:
 
     def _find_smallest(self) -> Found:
         """The smallest plan without levers, and what levers make of it: bisected down to what is there anyway."""
-        level = self._levels[-1]
+        level = self.levels[-1]
         size = self.sizes[-1] if "chunk" in self.levers else self.sizes[0]
         best = [self.plain(level, size)]
         lower = lambda found: best.insert(0, found) if found[1].peak_bytes < best[0][1].peak_bytes else None  # noqa: E731
@@ -452,13 +352,13 @@ class Search:
         def look() -> bool:
             if not self._is_mostly_kept(level, best[0][1].peak_bytes):
                 lower(self.plain(level, self.sizes[0]))  # A single chunk needs no sums beside its values.
-            least = self._held.least(self._result_bytes, best[0][1].peak_bytes) if self._held else None
+            least = self.held.least(self._result_bytes, best[0][1].peak_bytes) if self.held else None
             if least is not None:
                 lower(least)
             self._bisect(best[0][0], lower)
             return True
 
-        self._charged.clear()
+        self.begin()
         if not attempt(_SMALLEST * self.num_nodes, look):
             events.count("plan::search cut short")
         return best[0]
@@ -468,7 +368,7 @@ class Search:
         low, high = self._result_bytes, project(plan).peak_bytes
         while high - low > max(1, _EXACT * high):
             allowed = (low + high) // 2
-            found = self._fit(plan, allowed, _FIT / 2) or self._shrunk(allowed, _FIT / 2)
+            found = self.fit(plan, allowed, _FIT / 2) or self.shrunk(allowed, _FIT / 2)
             if found is None:
                 low = allowed
             else:
