@@ -231,6 +231,25 @@ def _storages(nodes: Sequence[Node], results: dict[Value, torch.Tensor]) -> set[
     return found
 
 
+def forget_writes(nodes: Sequence[Node]) -> None:
+    """Forget the writes to values inside of a program that has run, if nobody can ask for any part of it again.
+
+    A call that writes to a value holds it, and the memory of the value holds the call: without this, the nodes and the
+    inputs of the program would stay until Python's collector comes by.
+    """
+    if not any(node.inference.writes for node in nodes):
+        return
+    outputs = (node.output(index) for node in nodes for index in range(node.num_outputs))
+    released = [value for value in outputs if value is not None and value.node is not None]
+    executed, storages = set(nodes), {value.storage for value in released}
+    readers = (reader() for storage in storages for reader in storage.readers)
+    if any(reader is not None and reader not in executed for reader in readers):
+        return
+    if all(node.done for node in nodes) and not any(value.is_held for value in released):
+        for storage in storages:
+            storage.forget(executed)
+
+
 def give_up(nodes: Sequence[Node]) -> None:
     """A run that failed leaves nothing behind that every later run would try again (Rule 4)."""
     failed = set(nodes)

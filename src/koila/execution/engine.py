@@ -27,6 +27,7 @@ from koila.execution.attach import attached, count_fallback
 from koila.execution.commit import (
     Binding,
     commit,
+    forget_writes,
     give_up,
     gradients_restored_on_error,
     is_from_user,
@@ -233,6 +234,7 @@ class Engine:
             self._run(task, noted, seeds)
             if question is not None and required and noted.decision is not None and noted.decision.how == "whole":
                 question.learn(task, noted.decision, required)
+            forget_writes(task.whole.graph.nodes)
         except Exception as error:
             if not (task.is_plain and is_out_of_memory(error)):
                 raise
