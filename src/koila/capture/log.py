@@ -287,7 +287,7 @@ class Log:
 
     def reals(self, start: int) -> Iterator[torch.Tensor]:
         """The real operands of the entries from `start` on."""
-        for entry in itertools.islice(self.entries, start, None):
+        for entry in self.entries[start:]:
             yield from entry.template.reals_of(entry.captured)
 
 
