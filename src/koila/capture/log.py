@@ -95,8 +95,14 @@ class Log:
         self.base = self.epoch * MAX_VALUES
         self.num_before += self.count
         self.count = 0
+        if self.effects:  # What has been done would keep its operands, and through them its whole program.
+            self.forget_done_effects()
         if self.tape:
             self.tape[:] = [reference for reference in self.tape if reference() is not None]
+
+    def forget_done_effects(self) -> None:
+        """Keep the writes that nobody has done."""
+        self.effects[:] = [node for node in self.effects if node.due and not node.failed]
 
     @property
     def is_whole(self) -> bool:
@@ -281,7 +287,7 @@ class Log:
 
     def reals(self, start: int) -> Iterator[torch.Tensor]:
         """The real operands of the entries from `start` on."""
-        for entry in itertools.islice(self.entries, start, None):
+        for entry in self.entries[start:]:
             yield from entry.template.reals_of(entry.captured)
 
 

@@ -136,10 +136,10 @@ class Recorder:
         """Writes to real tensors that this thread recorded and nobody has done: they run with its next run."""
         if _left:
             self.place.take_over()
-        effects = self.log.effects
-        if effects:
-            effects[:] = [node for node in effects if node.due and not node.failed]
-        return effects
+        log = self.log
+        if log.effects:
+            log.forget_done_effects()
+        return log.effects
 
     def recorded(self) -> Iterator[Node]:
         """Nodes that this thread recorded and that anything still refers to, in order; some may have run."""

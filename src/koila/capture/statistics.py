@@ -27,10 +27,10 @@ def patch_statistics() -> None:
         return storage is not None and bool(storage.writers)
 
     def read(self: Any, name: str) -> Any:
-        if is_dynamo_compiling():  # Inside compiled code nothing is pending.
+        if not name.startswith("running_") or is_dynamo_compiling():  # Inside compiled code nothing is pending.
             return original(self, name)
-        is_asked = name.startswith("running_") and not recorder.is_idle and not place.runs
-        if is_asked and _getframe(1).f_code not in NORM_FORWARDS and is_pending(buffer_of(self, name)):
+        is_asked = not recorder.is_idle and not place.runs and _getframe(1).f_code not in NORM_FORWARDS
+        if is_asked and is_pending(buffer_of(self, name)):
             Bridge.realizer.materialize([], "running statistics")
         return original(self, name)
 

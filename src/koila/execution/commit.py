@@ -39,22 +39,31 @@ def is_from_user(error: BaseException) -> bool:
     return str(frames[-1].f_globals.get("__name__", "")).split(".")[0] not in ("koila", "torch")
 
 
-Copied = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors, and copies of what they were."""
+Copied = Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]]
+"""Tensors of one type on one device, and a copy of all that they were, one after the other."""
 CopiedGradients = Sequence[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
 """Tensors, their gradients, and copies of what these were."""
 
 
 def copied(tensors: Sequence[torch.Tensor]) -> Copied:
-    """What tensors are now, for `restore`."""
-    return [(tensor, tensor.detach().clone()) for tensor in tensors]
+    """What tensors are now, for `restore`; running statistics are many and small, so a call copies all of a type."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return [(kind, _joined(kind)) for kind in kinds.values()]
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of all elements. There is no scope without gradients here: an interrupt could keep it from being left."""
+    return torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in tensors]).detach()
 
 
 def restore(saved: Copied) -> None:
     """Let tensors be what they were; their versions do not tell."""
-    for tensor, copy in saved:
-        with torch.no_grad(), preserve_version(tensor):
-            tensor.detach().copy_(copy)
+    for tensors, copy in saved:
+        for tensor, part in zip(tensors, copy.split([tensor.numel() for tensor in tensors]), strict=True):
+            with torch.no_grad(), preserve_version(tensor):
+                tensor.detach().copy_(part.view(tensor.shape))
 
 
 def copied_gradients(tensors: Iterable[torch.Tensor]) -> CopiedGradients:
@@ -229,6 +238,25 @@ def _storages(nodes: Sequence[Node], results: dict[Value, torch.Tensor]) -> set[
     found.update(storage for node in nodes for storage in node.storages)
     found.update(value.storage for value in results)
     return found
+
+
+def forget_writes(nodes: Sequence[Node]) -> None:
+    """Forget the writes to values inside of a program that has run, if nobody can ask for any part of it again.
+
+    A call that writes to a value holds it, and the memory of the value holds the call: without this, the nodes and the
+    inputs of the program would stay until Python's collector comes by.
+    """
+    if not any(node.inference.writes for node in nodes):
+        return
+    outputs = (node.output(index) for node in nodes for index in range(node.num_outputs))
+    released = [value for value in outputs if value is not None and value.node is not None]
+    executed, storages = set(nodes), {value.storage for value in released}
+    readers = (reader() for storage in storages for reader in storage.readers)
+    if any(reader is not None and reader not in executed for reader in readers):
+        return
+    if all(node.done for node in nodes) and not any(value.is_held for value in released):
+        for storage in storages:
+            storage.forget(executed)
 
 
 def give_up(nodes: Sequence[Node]) -> None:

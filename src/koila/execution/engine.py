@@ -27,6 +27,7 @@ from koila.execution.attach import attached, count_fallback
 from koila.execution.commit import (
     Binding,
     commit,
+    forget_writes,
     give_up,
     gradients_restored_on_error,
     is_from_user,
@@ -234,6 +235,7 @@ class Engine:
             decision = None if task.leaves_rest else noted.decision
             if question is not None and required and decision is not None and decision.how == "whole":
                 question.learn(task, decision, required)
+            forget_writes(task.whole.graph.nodes)
         except Exception as error:
             if not (task.is_plain and is_out_of_memory(error)):
                 raise

@@ -22,7 +22,7 @@ import torch
 
 from koila._free import give_back
 from koila._scopes import Mark
-from koila._torch import FakeTensor, RunMode, current_mode, schema_of
+from koila._torch import FakeTensor, OpOverload, RunMode, current_mode, schema_of
 from koila.ir.attention import OPERATORS, attended, attention_mask, draws_mask
 from koila.ir.dropout import LAYOUTS, dropout_mask, dropped, is_drawn
 from koila.ir.generators import GeneratorState
@@ -147,16 +147,20 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _pack(mask: torch.Tensor) -> torch.Tensor:
-    """The bits of a mask: a multiplication for eight of its elements, which lie in memory from the lowest byte on."""
+    """The bits of a mask."""
     flat = mask.reshape(-1)
-    bits = torch.empty((flat.numel() + 7) // 8, dtype=torch.uint8, device=mask.device)
-    for begin in range(0, flat.numel(), _BLOCK):
-        block = flat[begin : begin + _BLOCK].to(torch.uint8)
-        if block.numel() % 8:
-            block = torch.cat([block, block.new_zeros(-block.numel() % 8)])
-        packed = block.view(torch.int64).mul(_GATHER).view(torch.uint8)[7::8]
-        bits[begin // 8 : begin // 8 + packed.numel()] = packed
-    return bits
+    blocks = [_pack_block(flat[begin : begin + _BLOCK]) for begin in range(0, flat.numel(), _BLOCK)]
+    if len(blocks) == 1:
+        return blocks[0]
+    return torch.cat(blocks) if blocks else flat.to(torch.uint8)
+
+
+def _pack_block(mask: torch.Tensor) -> torch.Tensor:
+    """The bits of a few elements: a multiplication for eight of them, which lie in memory from the lowest byte on."""
+    block = mask.to(torch.uint8)
+    if block.numel() % 8:
+        block = torch.cat([block, block.new_zeros(-block.numel() % 8)])
+    return block.view(torch.int64).mul(_GATHER).view(torch.uint8)[7::8].clone()
 
 
 # Self-tests on the device at hand.
@@ -238,7 +242,7 @@ class Supply(RunMode):
         return self._mark() is None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags or self.has_ended:
+        if not _is_random(func) or self.has_ended:
             return func(*args, **(kwargs or {}))
         if draws_mask(func, args, kwargs or {}):
             return _attended(func, args, kwargs or {}, next(self._next))
@@ -250,8 +254,13 @@ class Supply(RunMode):
         if func is aten.native_dropout.default:
             return dropped(args[0], numbers, args[1]), numbers
         if schema_of(func).is_mutable:
-            return args[0].copy_(_as_bytes(numbers))
+            return aten.copy_.default(args[0], _as_bytes(numbers))
         return numbers.clone()
+
+
+@cache
+def _is_random(func: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _as_bytes(numbers: torch.Tensor) -> torch.Tensor:

@@ -173,9 +173,11 @@ class TrieCache:
         self.num_nodes = 0
 
     def _note_end(self) -> None:
-        if self.current is not None and self.current is not self.root:
-            self._ends[self.current] = None
-            self._ends.move_to_end(self.current)
+        current, ends = self.current, self._ends
+        if current is None or current is self.root or (ends and next(reversed(ends)) is current):
+            return
+        ends[current] = None
+        ends.move_to_end(current)
 
     def _forget_program(self) -> None:
         """Forget the program that was used least recently; if there is only the current one, it leaves the trie."""

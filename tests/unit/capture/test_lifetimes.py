@@ -127,3 +127,36 @@ def test_inputs_in_one_memory_share_their_storage() -> None:
     x = torch.ones(4)
     first, second, other = koila.lazy(x), koila.lazy(x[:2]), koila.lazy(torch.ones(4))
     assert first._value.storage is second._value.storage is not other._value.storage
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [(nn.BatchNorm1d(3),), (nn.Linear(3, 3), nn.ReLU(True)), (nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU6(True))],
+    ids=["statistics", "in place", "both"],
+)
+def test_a_step_leaves_nothing_recorded_behind(layers: tuple[nn.Module, ...]) -> None:
+    """Writes that have been done, to statistics or to values, do not wait for the collector with all of the program."""
+    model = nn.Sequential(*layers, nn.Linear(3, 1))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            x = torch.randn(4, 3)
+            reference = weakref.ref(x)
+            model(koila.lazy(x)).sum().backward()
+            del x
+            assert reference() is None
+            assert recorder.is_idle
+    finally:
+        gc.enable()
+
+
+def test_writes_to_a_released_value_are_made_again() -> None:
+    """A value that a later call needs is written to once more when the call runs."""
+    x = torch.randn(4, 3)
+    hidden = koila.lazy(x) * 2
+    hidden.relu_()
+    doubled = hidden + 1
+    del hidden
+    assert torch.equal(doubled.sum().run(), (torch.relu(x * 2) + 1).sum())
+    assert torch.equal((doubled * 3).run(), (torch.relu(x * 2) + 1) * 3)
