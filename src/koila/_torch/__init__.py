@@ -58,6 +58,8 @@ get_decompositions = torch._decomp.get_decompositions
 
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """The identity of a storage, also of a fake one, whose `data_ptr` is 0. Look at: torch/storage.py."""
+num_owners: Callable[[torch.Tensor], int] = methodcaller("_use_count")
+"""How many views, saved tensors and Python objects together have a tensor. Look at: python_variable_methods.cpp."""
 is_autograd_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 """Whether autograd takes a tensor for a view. Look at: torch/csrc/autograd/python_variable.cpp; `_base` is public."""
 write_count: Callable[[torch.Tensor], int] = attrgetter("_version")

@@ -19,6 +19,7 @@ from koila.errors import BudgetError, StaleInputError
 from koila.execution.behind import history_behind
 from koila.execution.eager_errors import GradientCheck
 from koila.execution.history import history_of
+from koila.execution.letting_go import watched
 from koila.execution.out_of_memory import run_until_it_fits
 from koila.execution.results import Results, run_split
 from koila.execution.seeds import Seeds, seed_for
@@ -56,6 +57,7 @@ def attached(job: Job, decision: Decision, results: Results, seeds: Seeds) -> di
             state.seeds = tuple(seeds[job.demand.roots.index(index)] for index in group)
         tensors = attach(state, values, _in_order([own.leaves[leaf] for leaf in leaves], graph, decision))
         bound.update(zip((graph.outputs[index] for index in group), tensors, strict=True))
+        state.watching = [each for index in group for each in watched(graph.outputs[index], own)]
     for rerun in reruns:
         rerun.check.watch(bound)
     return bound

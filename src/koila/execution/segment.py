@@ -87,6 +87,8 @@ class SegmentState:
         """Gradients for `seeds`, computed with the values."""
         self.seeds: tuple[torch.Tensor | None, ...] = ()
         """For each output the seed that `held` was computed with; None if it was not differentiated."""
+        self.watching: list[weakref.ref[Any]] = []
+        """Let results go with the last lazy tensors that are theirs."""
         _alive.add(self)
 
     def passes_by(self, value: Value) -> bool:

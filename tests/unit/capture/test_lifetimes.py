@@ -160,3 +160,43 @@ def test_writes_to_a_released_value_are_made_again() -> None:
     del hidden
     assert torch.equal(doubled.sum().run(), (torch.relu(x * 2) + 1).sum())
     assert torch.equal((doubled * 3).run(), (torch.relu(x * 2) + 1) * 3)
+
+
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_results_in_chunks_go_with_their_variables(differentiated: bool) -> None:
+    """Logits that a loop holds until the next step, and results that nobody differentiates."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            x = torch.randn(4, 3)
+            reference = weakref.ref(x)
+            with koila.budget(chunk_size=2):
+                logits = model(koila.lazy(x))
+                loss = logits.square().mean()
+                if differentiated:
+                    loss.backward()
+                else:
+                    koila.run(logits, loss)
+            tensor = weakref.ref(logits.run())
+            del x, logits, loss
+            assert tensor() is None and reference() is None
+    finally:
+        gc.enable()
+
+
+def test_a_result_in_chunks_outlives_its_variable_if_anybody_has_it() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with koila.budget(chunk_size=2):
+        logits = model(koila.lazy(x))
+        real = logits.run()
+        following = logits.exp()
+        del logits
+        following.sum().backward()
+    assert torch.equal(real, model(x)) and model.weight.grad is not None
+    expected = torch.autograd.grad(model(x).exp().sum(), [model.weight])[0]
+    torch.testing.assert_close(model.weight.grad, expected)
+    model.zero_grad()
+    real.sum().backward()
+    torch.testing.assert_close(model.bias.grad, torch.full((2,), 4.0))
