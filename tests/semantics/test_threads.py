@@ -16,6 +16,7 @@ from torch import nn
 
 import koila
 from koila._torch import RunMode
+from koila.capture.pending import recorder
 from tests.semantics.modes import MODES, Scope, assert_same, plain
 
 pytestmark = pytest.mark.semantics("S20")
@@ -155,8 +156,7 @@ class Interrupt:
         self.number, self.lines = number, 0
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        # Python drops what is raised in the callback of a weak reference.
-        is_own = "/koila/" in frame.f_code.co_filename and frame.f_code.co_name != "_forget"
+        is_own = "/koila/" in frame.f_code.co_filename and not _is_in_callback(frame)
         return self._line if is_own else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -175,6 +175,17 @@ class Interrupt:
             yield
         finally:
             sys.settrace(before)
+            # Here an interrupt comes also at the end of a `with` statement, where no signal does: the lock stays taken.
+            recorder.place.log.lock = threading.RLock()
+
+
+def _is_in_callback(frame: FrameType | None) -> bool:
+    """Whether a frame belongs to the callback of a weak reference: Python drops what is raised there."""
+    while frame is not None and "/koila/" in frame.f_code.co_filename:
+        if frame.f_code.co_name in ("_forget", "_gone"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @pytest.mark.parametrize(
