@@ -13,6 +13,7 @@ from torch import nn
 import koila
 from koila import _bytes
 from koila.planning.calibration import forget_corrections
+from koila.planning.carrying import Carrying
 from koila.planning.devices import rules_for
 from koila.planning.in_force import forget_decisions
 from koila.planning.peak import Projection
@@ -206,7 +207,7 @@ def test_a_projection_that_was_too_low_corrects_the_next_plan(monkeypatch: pytes
     allowed = smallest(mlp_loss(model)) + hidden
     forget_decisions()
     monkeypatch.setattr(Search, "find", lie)
-    monkeypatch.setattr(Search, "like", lambda *_: None)
+    monkeypatch.setattr(Carrying, "like", lambda *_: None)
     gaps, measured = [], []
     for _ in range(2):
         loss = mlp_loss(model)

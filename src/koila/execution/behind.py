@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from koila._budget import Budget
-from koila.ir.graph import Graph, connected_leaves
+from koila.ir.graph import Graph
+from koila.ir.node import Node, Value
 from koila.planning.eager_history import eager_history
 from koila.planning.whole_peak import leaf_bytes
 
@@ -36,9 +37,19 @@ def history_behind(graph: Graph, budget: Budget) -> tuple[int, int]:
 
 
 def _reached(graph: Graph) -> list[torch.Tensor]:
-    """The leaves with a history to which gradients of any of the program's outputs may come."""
-    places = connected_leaves(graph, [value for value in graph.outputs if value.requires_grad])
-    return [graph.leaves[place] for place in places if graph.leaves[place].grad_fn is not None]
+    """The leaves with a history to which gradients may come: those that not only calls without a gradient read.
+
+    Asked of calls and not of their results: a program that runs again has results that are bound by now.
+    """
+    calls = (node for node in graph.nodes if node.context.grad and _has_gradient(node))
+    operands = (*(operand for node in calls for operand in node.operands), *graph.outputs)
+    reals = {id(operand.real if isinstance(operand, Value) else operand) for operand in operands}
+    return [leaf for leaf in graph.leaves if leaf.grad_fn is not None and id(leaf) in reals]
+
+
+def _has_gradient(node: Node) -> bool:
+    """Whether autograd goes through a call: not through `detach`."""
+    return any(output.prepass.requires_grad for output in node.inference.outputs) or bool(node.inference.writes)
 
 
 def _known_peak(graph: Graph, made: Sequence[torch.Tensor]) -> int | None:
