@@ -143,18 +143,18 @@ def test_repeatable_algorithms_have_one_plan(planned: dict[Decision, float]) -> 
 def test_no_trial_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking for a plan takes a bounded share of the time of the steps."""
     monkeypatch.setattr(trials, "SHARE", 0.1)
-    trial = Trial("first", planning_seconds=1.0)
+    trial: Trial[str] = Trial(planning_seconds=1.0)
     for _ in range(19):
         trial.note(0.5)
     assert not trial.is_due
     for _ in range(2):
         trial.note(0.5)
-    assert trial.is_due and trial.next_way() == "known"
+    assert trial.is_due and trial.next_way("first") == "known"
 
 
 def test_a_plan_that_is_no_faster_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "SHARE", 1.0)
-    trial = Trial("first", planning_seconds=0.0)
+    trial: Trial[str] = Trial(planning_seconds=0.0)
     for plan, seconds in (
         ("first", 1.0),
         ("other", 0.99),
@@ -163,12 +163,11 @@ def test_a_plan_that_is_no_faster_goes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("large", 1.1),
         ("uncut", 1.2),
     ):
-        trial.running = plan
         for step in range(1 + NUM_STEPS):
             assert not trial.is_due
             trial.note(9.0 if step == 0 else seconds)
         assert trial.is_due
-        trial.next_way()
+        trial.next_way(plan)
         assert trial.best == "first"
     trial.note(0.1)
     assert trial.is_over and not trial.is_due

@@ -111,7 +111,7 @@ def _measured_elsewhere(job: Job, best: Decision) -> Decision | None:
 
 
 _trials: WeakKeyDictionary[Decision, Trial[Decision]] = WeakKeyDictionary()
-"""By the decision that is running, what was tried for its program."""
+"""By the decision that is running, what was tried for its program; a trial that held its key would keep it for good."""
 _WORTH_A_TRY = 1.5
 """Plans that are expected to take longer than this, over the best one, are not tried."""
 
@@ -121,7 +121,7 @@ def note_seconds(job: Job, decision: Decision, seconds: float) -> None:
     if decision.plan is None or not _may_be_tried(job):
         return
     if decision not in _trials:
-        _trials[decision] = Trial(decision, len(decision.plan.facts.joint.module.graph.nodes) * _NODE_SECONDS)
+        _trials[decision] = Trial(len(decision.plan.facts.joint.module.graph.nodes) * _NODE_SECONDS)
     _trials[decision].note(seconds)
 
 
@@ -150,18 +150,20 @@ def _tried(job: Job, running: Decision) -> Decision:
     trial = _trials.get(running)
     if trial is None or not trial.is_due:
         return running
-    way, following = trial.next_way(), None
+    way, best, following = trial.next_way(running), trial.best, None
+    assert best is not None
     while way is not None and following is None:
-        following = _otherwise(job, trial.best, way)
+        following = _otherwise(job, best, way)
         way = trial.give_up() if following is None else way
     del _trials[running]
-    _measured[trial.best] = trial.best_seconds
-    trial.running = trial.best if following is None else following
-    _trials[trial.running] = trial
-    if trial.running is not running:
+    _measured[best] = trial.best_seconds
+    chosen = best if following is None else following
+    trial.best = None if chosen is best else best
+    _trials[chosen] = trial
+    if chosen is not running:
         events.count("plan::tried" if following is not None else "plan::measured faster")
-        _keep(job, trial.running)
-    return trial.running
+        _keep(job, chosen)
+    return chosen
 
 
 def _otherwise(job: Job, best: Decision, way: Way) -> Decision | None:

@@ -28,16 +28,17 @@ FASTER = 0.97
 
 
 class Trial(Generic[T]):
-    """The plans of one program that were tried, and the one that is running.
+    """The plans of one program that were tried, and how long the steps of the running one take.
 
-    >>> trial = Trial("first", planning_seconds=0.0)
+    A trial does not hold the running plan: it is looked up by that plan, and goes with it.
+
+    >>> trial = Trial(planning_seconds=0.0)
     >>> plans = [("first", 2.0), ("other", 2.1), ("half", 1.5), ("quarter", 1.6), ("less", 1.55),
     ...          ("large", 1.6), ("whole", 1.4)]
     >>> for plan, seconds in plans:
-    ...     trial.running = plan
     ...     for _ in range(1 + NUM_STEPS):
     ...         trial.note(seconds)
-    ...     print(plan, trial.next_way(), trial.best)
+    ...     print(plan, trial.next_way(plan), trial.best)
     first known first
     other half first
     half half half
@@ -47,8 +48,9 @@ class Trial(Generic[T]):
     whole None whole
     """
 
-    def __init__(self, first: T, planning_seconds: float) -> None:
-        self.best = self.running = first
+    def __init__(self, planning_seconds: float) -> None:
+        self.best: T | None = None
+        """The best plan so far, while another one is running."""
         self.best_seconds = float("inf")
         """What a step by the best plan took."""
         self._planning_seconds = planning_seconds
@@ -74,12 +76,12 @@ class Trial(Generic[T]):
         """Whether enough is known about the running plan, and enough time has passed to look for another one."""
         return len(self._seconds) > NUM_STEPS and SHARE * sum(self._seconds) > self._planning_seconds
 
-    def next_way(self) -> Way | None:
+    def next_way(self, running: T) -> Way | None:
         """How the next plan to try is found, once the running one has been judged; None: the best one stays."""
         taken, self._seconds = min(self._seconds[1:]), []
         is_faster = taken < FASTER * self.best_seconds
         if is_faster:
-            self.best, self.best_seconds = self.running, taken
+            self.best, self.best_seconds = running, taken
         if self._way == "uncut" or not is_faster:
             self.give_up()
         return self._take()
