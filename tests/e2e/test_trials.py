@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet, ref
 
 import pytest
 import torch
@@ -64,6 +66,14 @@ def losses(
     return found
 
 
+def losses_at(length: int) -> None:
+    """A step with inputs of another size."""
+    model = nn.Sequential(nn.Conv1d(3, 16, 3), nn.ReLU(), nn.Conv1d(16, 16, 3), nn.ReLU()).double()
+    with koila.budget("100KiB"):
+        model(koila.lazy(torch.randn(64, 3, length, dtype=torch.float64))).square().mean().backward()
+    assert koila.last_report().how == "split"
+
+
 def test_the_fastest_plan_stays(planned: dict[Decision, float]) -> None:
     plain, own = network(), network()
     expected = losses(plain, lazy=False)
@@ -119,6 +129,33 @@ def test_what_is_forgotten_has_no_trials(planned: dict[Decision, float]) -> None
     assert not in_force.are_trials_over()
     forget_decisions()
     assert in_force.are_trials_over() and planned
+
+
+def test_what_was_tried_for_a_plan_goes_with_it(
+    planned: dict[Decision, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes that a loop has left: their plans are dropped from the cache of decisions, and nothing else holds them."""
+    monkeypatch.setattr(in_force._decisions, "max_size", 1)
+    made: WeakSet[Decision] = WeakSet()
+    for length in range(10, 22):
+        losses_at(length)
+        made.update(planned)
+        planned.clear()
+    gc.collect()
+    assert len(made) <= in_force.ALWAYS + 1  # The last report can still be drawn.
+    assert {*in_force._trials, *in_force._siblings} <= set(made)
+
+
+def test_the_best_plan_so_far_is_held_while_others_are_tried(planned: dict[Decision, float]) -> None:
+    losses(network(), lazy=True, num_rounds=1 + NUM_STEPS)
+    (first,) = planned
+    first_bytes, known = planned.pop(first), ref(first)
+    del first
+    koila.metrics.reset()
+    losses(network(), lazy=True, num_rounds=1)
+    gc.collect()
+    assert koila.metrics.counter_value("plan::tried") == 1 and known() is not None
+    assert [trial.best for trial in in_force._trials.values()] == [known()] and first_bytes > min(planned.values())
 
 
 def test_tuning_can_be_switched_off(planned: dict[Decision, float]) -> None:

@@ -17,9 +17,11 @@ from koila.ir.job import Job
 class BackwardHistory:
     """Whether a backward pass follows when a program's value is read; holds no tensors of the program."""
 
-    __slots__ = ("asked", "backs_off", "guessed", "seed")
+    __slots__ = ("asked", "backs_off", "guessed", "num_calls", "seed")
 
-    def __init__(self) -> None:
+    def __init__(self, num_calls: int = 0) -> None:
+        self.num_calls = num_calls
+        """How many calls the program has, by which it is known."""
         self.asked = False
         """Whether one followed the last time."""
         self.guessed = False
@@ -44,7 +46,11 @@ class BackwardHistory:
             self.seed = float(seed.detach()) if seed.device.type == "cpu" else seed.detach().reshape(()).clone()
 
 
-_histories: Cache[BackwardHistory] = Cache("demand_cache", 256)
+MAX_CALLS = 4_096
+"""Histories are kept as long as their programs have fewer calls in all; each takes about 1.2 KiB."""
+ALWAYS = 16
+"""So many are kept in any case."""
+_histories: Cache[BackwardHistory] = Cache("demand_cache", MAX_CALLS, lambda history: 1 + history.num_calls, ALWAYS)
 
 
 def _key(job: Job) -> Hashable:
@@ -53,7 +59,7 @@ def _key(job: Job) -> Hashable:
 
 def history_of(job: Job) -> BackwardHistory:
     """The history of a job's program."""
-    return _histories.get_or_add(_key(job), BackwardHistory)
+    return _histories.get_or_add(_key(job), lambda: BackwardHistory(len(job.graph.nodes)))
 
 
 def expects_backward(job: Job) -> bool:

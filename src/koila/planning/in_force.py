@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -70,8 +70,8 @@ def decision_for(job: Job) -> Decision:
 # What is known of other budgets: a plan that fits a smaller one fits a larger one, too.
 
 
-_siblings: Cache[WeakSet[Decision]] = Cache("sibling_decisions", 64)
-"""By job whatever its budget, the decisions that are in force at any budget."""
+_siblings: WeakKeyDictionary[Decision, Hashable] = WeakKeyDictionary()
+"""By decision that is in force at any budget, its job whatever the budget."""
 _measured: WeakKeyDictionary[Decision, float] = WeakKeyDictionary()
 """How long a step by a decision took that stayed."""
 
@@ -84,14 +84,15 @@ def _keep(job: Job, decision: Decision) -> None:
     """From now on a job runs by this decision, and jobs with larger budgets know of it."""
     _store(_decisions, job, decision)
     if decision.plan is not None and _may_be_tried(job):
-        _siblings.get_or_add(_without_size(job), WeakSet).add(decision)
+        _siblings[decision] = _without_size(job)
 
 
 def _that_fit(job: Job, like: Decision) -> list[Decision]:
     """The decisions of other budgets for a job that fit this one and compute the same."""
     if not _may_be_tried(job):
         return []
-    allowed, siblings = job.budget.allowed_bytes or 0, _siblings.get(_without_size(job)) or ()
+    allowed, key = job.budget.allowed_bytes or 0, _without_size(job)
+    siblings = [each for each, known in list(_siblings.items()) if known == key]
     return [each for each in siblings if each.wanted == like.wanted and each is not like and _fits(each, job, allowed)]
 
 

@@ -11,6 +11,7 @@ allocates inside follows no formula; the table of workspaces is asked again.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ MAX_STEPS = 10_000
 """Patterns are kept as long as their schedules have fewer steps in all; a step takes about one KiB."""
 ALWAYS = 4
 """So many programs have patterns in any case."""
+MIN_SCHEDULES = 32
+"""So many schedules of a program have patterns in any case: the latest that were asked for."""
 
 
 # One schedule.
@@ -302,21 +305,32 @@ class _Family:
 
     def __init__(self) -> None:
         self.samples: dict[Hashable, list[_Sample]] = {}
+        """By schedule, the least recently used first."""
         self._patterns: dict[Hashable, _Pattern | None] = {}
         self._formulas: dict[Hashable, Formulas] = {}
-
         self.num_steps = 0
+        self._lock = threading.RLock()  # Ctrl-C right before it is released must not stop its own thread for good.
 
     def add(self, key: Hashable, sample: _Sample) -> None:
-        before = self.samples.get(key, [])
-        self.samples[key] = after = with_sample(before, sample, lambda each: each.numbers)
-        self.num_steps += sum(map(_Sample.num_steps, after)) - sum(map(_Sample.num_steps, before))
+        with self._lock:
+            before = self.samples.pop(key, [])
+            self.samples[key] = after = with_sample(before, sample, lambda each: each.numbers)
+            self.num_steps += sum(map(_Sample.num_steps, after)) - sum(map(_Sample.num_steps, before))
+            self._patterns.pop(key, None)
+            while self.num_steps > MAX_STEPS and len(self.samples) > MIN_SCHEDULES:
+                self._drop(next(iter(self.samples)))
+
+    def _drop(self, key: Hashable) -> None:
+        self.num_steps -= sum(map(_Sample.num_steps, self.samples.pop(key)))
         self._patterns.pop(key, None)
 
     def pattern(self, key: Hashable) -> _Pattern | None:
-        if key not in self._patterns and len(self.samples.get(key, ())) > 1:
-            self._patterns[key] = self._make(key)
-        return self._patterns.get(key)
+        with self._lock:
+            if key in self.samples:
+                self.samples[key] = self.samples.pop(key)
+            if key not in self._patterns and len(self.samples.get(key, ())) > 1:
+                self._patterns[key] = self._make(key)
+            return self._patterns.get(key)
 
     def _make(self, key: Hashable) -> _Pattern | None:
         samples = self.samples[key]

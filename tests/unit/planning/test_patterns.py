@@ -17,6 +17,7 @@ from koila.analysis.trace import trace
 from koila.ir.cache import clear_all
 from koila.ir.formulas import NoFormula
 from koila.ir.job import Demand, Wanted
+from koila.planning.patterns import MAX_STEPS, MIN_SCHEDULES, _Family, _Sample
 from koila.planning.phases import make_layout
 from koila.planning.plan import Plan, make_plan
 from koila.planning.schedule import Schedule
@@ -122,3 +123,25 @@ def test_a_pattern_needs_two_samples() -> None:
     koila.metrics.reset()
     plan_of(program_at(forward, 8, 31, family), 4)  # One sample tells nothing.
     assert koila.metrics.counter_value("sizes::schedules filled") == 0
+
+
+def sample_of(num_steps: int, number: int) -> _Sample:
+    """A schedule of so many steps; only their number matters."""
+    return _Sample((number,), 1, Schedule((), (None,) * num_steps), (), {})  # type: ignore[arg-type]
+
+
+def test_a_program_with_many_schedules_keeps_the_latest() -> None:
+    """Plans that hold other values between phases have other schedules: a long loop must not keep all of them."""
+    family, each = _Family(), MAX_STEPS // MIN_SCHEDULES
+    for number in range(3 * MIN_SCHEDULES):
+        family.add(number, sample_of(each, number))
+        family.pattern(0)
+        assert family.num_steps == each * len(family.samples) <= MAX_STEPS
+    assert len(family.samples) == MIN_SCHEDULES and {0, 3 * MIN_SCHEDULES - 1} <= set(family.samples)
+
+
+def test_the_schedules_of_a_large_program_are_all_kept() -> None:
+    family = _Family()
+    for number in range(MIN_SCHEDULES):
+        family.add(number, sample_of(MAX_STEPS, number))
+    assert len(family.samples) == MIN_SCHEDULES
