@@ -1,9 +1,9 @@
 """Offload: values that wait in a file (on a CPU) or in the host's memory (on an accelerator), not where they are used.
 
 *Takes* tensors. *Gives* handles, and the tensors again. A file has no name; the system writes it out while the run goes
-on. It serves the next value that fits into it, and the next run of the same plan: new pages of a file cost eight times
-as much as writing to pages that are there. The files are gone with the plan. Copies from and to an accelerator are
-those of `koila.execution.copies`.
+on. It serves the next value that fits into it, the next run and the next plan: new pages of a file cost eight times
+as much as writing to pages that are there. The files are gone with the last plan. Copies from and to an accelerator
+are those of `koila.execution.copies`.
 """
 
 from __future__ import annotations
@@ -24,35 +24,59 @@ from koila.execution.copies import Copies, HostCopy
 
 
 class Files:
-    """The mapped files of a plan: those that nobody uses wait for the next value."""
+    """The mapped files of all plans whose values wait in one directory: those that nobody uses wait for the next value."""
 
-    def __init__(self) -> None:
-        self._free: list[tuple[int, int, str | None, mmap.mmap]] = []
-        """(length, the run that used it last, directory, memory)."""
+    def __init__(self, directory: str | None = None) -> None:
+        self._directory = directory
+        self._free: list[tuple[int, int, mmap.mmap]] = []
+        """(length, the run that used it last, memory)."""
         self._lock = threading.Lock()
         self._run = 0
 
-    def take(self, length: int, directory: str | None) -> memoryview:
-        """Memory for so many bytes, in a file; it is free again when nobody holds it any more."""
+    def take(self, length: int, is_first_run: bool = False) -> memoryview:
+        """Memory for so many bytes, in a file; it is free again when nobody holds it any more.
+
+        In the first run of a plan, a new file takes the place of files of the plans before it: a loop that tries plans
+        does not hold the files of all of them.
+        """
         with self._lock:
-            fitting = [each for each in self._free if length <= each[0] <= 2 * length and each[2] == directory]
+            fitting = [each for each in self._free if length <= each[0] <= 2 * length]
             if fitting:
                 found = min(fitting, key=operator.itemgetter(0))
                 self._free.remove(found)
-                memory = found[3]
+                memory = found[2]
             else:
-                memory = _mapped(length, directory)
+                if is_first_run:
+                    self._drop(length)
+                memory = _mapped(length, self._directory)
         view = memoryview(memory)
         # Appending needs no lock: whoever drops the last tensor may hold it.
-        ended = weakref.finalize(view, self._free.append, (len(memory), self._run, directory, memory))
+        ended = weakref.finalize(view, self._free.append, (len(memory), self._run, memory))
         ended.atexit = False
         return view
 
+    def _drop(self, num_bytes: int) -> None:
+        """Let go of files that earlier runs used, of so many bytes in all or a little more."""
+        for each in sorted(self._free, key=operator.itemgetter(1)):
+            if num_bytes <= 0 or each[1] == self._run:
+                break
+            self._free.remove(each)
+            num_bytes -= each[0]
+
     def end_run(self) -> None:
-        """Let go of the files that this run had no use for."""
+        """Let go of the files that neither this run nor the one before it had a use for: two programs may take turns."""
         with self._lock:
-            self._free[:] = [each for each in self._free if each[1] == self._run]
+            self._free[:] = [each for each in self._free if each[1] >= self._run - 1]
             self._run += 1
+
+
+_pools: weakref.WeakValueDictionary[str | None, Files] = weakref.WeakValueDictionary()
+"""By directory, the files there; plans hold them."""
+
+
+def files_in(directory: str | None) -> Files:
+    """The files of a directory, one pool for all plans."""
+    return _pools.setdefault(directory, Files(directory))
 
 
 def _mapped(length: int, directory: str | None) -> mmap.mmap:
@@ -64,9 +88,20 @@ def _mapped(length: int, directory: str | None) -> mmap.mmap:
 class _Offloading:
     """Where the values of one run wait."""
 
-    def __init__(self, directory: str | None = None, room_bytes: int = 0, files: Files | None = None) -> None:
-        self.directory, self._room_bytes, self.files = directory, room_bytes, files
+    def __init__(
+        self, directory: str | None = None, room_bytes: int = 0, files: Files | None = None, is_first_run: bool = False
+    ) -> None:
+        self._directory, self._room_bytes, self._files, self._is_first_run = directory, room_bytes, files, is_first_run
+        self._has_taken = False
+        """Whether a value of this run waits, or waited, in one of the files."""
         self._copies: dict[torch.device, Copies] = {}
+
+    def memory(self, length: int) -> mmap.mmap | memoryview:
+        """So many bytes in a file."""
+        if self._files is None:
+            return _mapped(length, self._directory)
+        self._has_taken = True
+        return self._files.take(length, self._is_first_run)
 
     def copies(self, device: torch.device) -> Copies:
         if device not in self._copies:
@@ -76,8 +111,8 @@ class _Offloading:
     def finish(self) -> None:
         for copies in self._copies.values():
             copies.finish()
-        if self.files is not None:
-            self.files.end_run()
+        if self._files is not None and self._has_taken:
+            self._files.end_run()
 
 
 _runs = Scopes[_Offloading]("offloading")
@@ -90,15 +125,18 @@ def _current() -> _Offloading:
 
 
 @contextmanager
-def offload_in(directory: str | None, room_bytes: int = 0, files: Files | None = None) -> Iterator[None]:
+def offload_in(
+    directory: str | None, room_bytes: int = 0, files: Files | None = None, is_first_run: bool = False
+) -> Iterator[None]:
     """A scope in which files are made in that directory, and copies on their way hold so much of an accelerator.
 
     Args:
         directory: None is the system's own place for temporary files.
         room_bytes: What copies may hold.
-        files: Those of earlier runs of the same plan; without them, each value has a file of its own.
+        files: Those of earlier runs; without them, each value has a file of its own.
+        is_first_run: Whether the plan runs for the first time, after others perhaps.
     """
-    run = _Offloading(directory, room_bytes, files)
+    run = _Offloading(directory, room_bytes, files, is_first_run)
     with _runs.inside(run):
         try:
             yield
@@ -110,9 +148,8 @@ def empty_in_file(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
     """A tensor whose memory is a file."""
     if 0 in shape:
         return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
-    extent, run = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)), _current()
-    length = extent * dtype.itemsize
-    memory = _mapped(length, run.directory) if run.files is None else run.files.take(length, run.directory)
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    memory = _current().memory(extent * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype, count=extent).as_strided(tuple(shape), tuple(stride))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from koila import events
 from koila.analysis.trace import Joint
-from koila.execution.offload import offload_in
+from koila.execution.offload import files_in, offload_in
 from koila.execution.places import placed
 from koila.execution.split_run import CompiledPlan, run_chunked, stream_chunked
 from koila.ir.graph import Graph
@@ -67,8 +67,7 @@ def run_split(
     events.emit(events.RunStart(name, num_calls, decision.num_samples, plan.chunk_size, len(plan.phases)))
     started, compared = time.perf_counter(), _clock(decision)
     own = compared()
-    room_bytes = 0 if decision.projection is None else decision.projection.copying_bytes
-    with offload_in(decision.budget.offload, room_bytes, code.files), _placing_errors(graph):
+    with _offloading(decision, code), _placing_errors(graph):
         values = run_chunked(code, graph, inputs_of(joint, graph, seeds, before), phase_seconds)
     own = compared() - own
     events.emit(events.RunEnd(time.perf_counter() - started, len(plan.chunks)))
@@ -79,6 +78,15 @@ def run_split(
     gradients = values[first:last] if wanted.gradients else []
     dims = {index: dim for index, dim in code.batch_dims.items() if index in outputs}
     return Results(outputs, gradients, written, dims, tuple(phase_seconds), own)
+
+
+def _offloading(decision: Decision, code: CompiledPlan) -> AbstractContextManager[None]:
+    """Where the values of a run wait that it offloads."""
+    directory, is_first_run = decision.budget.offload, code.files is None
+    if is_first_run:
+        code.files = files_in(directory)
+    room_bytes = 0 if decision.projection is None else decision.projection.copying_bytes
+    return offload_in(directory, room_bytes, code.files, is_first_run)
 
 
 def _clock(decision: Decision) -> Callable[[], float]:

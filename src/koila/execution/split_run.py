@@ -49,8 +49,8 @@ class CompiledPlan:
         self.projected_bytes: int | None = None
         """What the run will allocate at its peak, where a byte budget asked for it."""
         self.projection: Projection | None = None
-        self.files = Files()
-        """Where values wait that its runs offload."""
+        self.files: Files | None = None
+        """Where values wait that its runs offload, from its first run on."""
         self._loops: dict[tuple[Schedule, bool], Loop] = {}
 
     def code(self, schedule: Schedule, arena: Arena | None) -> Loop:

@@ -1,13 +1,14 @@
-"""Files in which values wait: used again while they serve, never by two values at once, gone with their plan."""
+"""Files in which values wait: used again while they serve, never by two values at once, gone with the last plan."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import torch
 
-from koila.execution.offload import Files, empty_in_file, offload_in
+from koila.execution.offload import Files, empty_in_file, files_in, offload_in
 
 SHAPE, STRIDE = (8, 16), (16, 1)
 
@@ -48,7 +49,7 @@ def test_a_file_is_not_taken_for_a_value_that_is_much_smaller_or_larger() -> Non
         assert empty_in_file((100,), (1,), torch.float32).data_ptr() == place
 
 
-def test_what_a_run_has_no_use_for_is_let_go() -> None:
+def test_what_two_runs_have_no_use_for_is_let_go() -> None:
     files = Files()
     with offload_in(None, files=files):
         value(1.0)
@@ -56,21 +57,63 @@ def test_what_a_run_has_no_use_for_is_let_go() -> None:
     assert len(files._free) == 2
     with offload_in(None, files=files):
         value(2.0)
+    assert len(files._free) == 2  # Two programs that take turns.
+    with offload_in(None, files=files):
+        value(3.0)
     assert len(files._free) == 1
 
 
-def test_files_are_gone_with_their_plan() -> None:
+def test_a_run_without_files_does_not_count() -> None:
     files = Files()
     with offload_in(None, files=files):
-        memory = weakref.ref(files.take(100, None))
+        place = value(1.0).data_ptr()
+    for _ in range(3):
+        with offload_in(None, files=files):
+            pass
+    with offload_in(None, files=files):
+        assert value(2.0).data_ptr() == place
+
+
+def test_the_first_run_of_a_plan_takes_the_place_of_what_was_there() -> None:
+    """A loop that tries plans: the files of one are not held beside those of the next."""
+    files = Files()
+    for size in (1000, 3000, 9000, 27000):
+        with offload_in(None, files=files, is_first_run=True):
+            held = [empty_in_file((size,), (1,), torch.float32) for _ in range(2)]
+            assert sum(length for length, _, _ in files._free) == 0
+            del held
+            assert sum(length for length, _, _ in files._free) == 2 * 4 * size
+
+
+def test_the_first_run_of_a_plan_lets_go_of_no_more_than_it_takes() -> None:
+    files = Files()
+    with offload_in(None, files=files):
+        held = [empty_in_file((1000,), (1,), torch.float32) for _ in range(4)]
+        del held
+    with offload_in(None, files=files, is_first_run=True):
+        large = empty_in_file((2001,), (1,), torch.float32)
+        assert len(files._free) == 1
+        again = value(5.0)
+        assert len(files._free) == 0 and large.numel() == 2001 and again.eq(5.0).all()
+
+
+def test_plans_share_the_files_of_a_directory(tmp_path: Path) -> None:
+    one, other = files_in(str(tmp_path)), files_in(None)
+    assert one is files_in(str(tmp_path)) and one is not other and other is files_in(None)
+
+
+def test_files_are_gone_with_the_last_plan(tmp_path: Path) -> None:
+    files = files_in(str(tmp_path))
+    with offload_in(str(tmp_path), files=files):
+        memory = weakref.ref(files.take(100))
         kept = value(3.0)
     gone = weakref.ref(files)
     del files
     gc.collect()
-    assert memory() is None and kept.eq(3.0).all()
+    assert memory() is None and kept.eq(3.0).all() and gone() is None
     del kept
     gc.collect()
-    assert gone() is None
+    assert files_in(str(tmp_path))._free == []
 
 
 def test_outside_of_a_run_no_file_waits_for_another_value() -> None:
