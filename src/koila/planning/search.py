@@ -249,10 +249,12 @@ class Search:
 
     def _fitting(self, allowed: int) -> Iterator[Found]:
         """Plans that fit: the batch as it is, shrunk; then cut, with all that crosses phases kept, or part of it."""
-        best = inf
-        for uncut in filter(None, (self.shrunk(allowed), self._by_eager_kernels(allowed))):
-            best = min(best, expected_seconds(uncut))
-            yield uncut
+        best, uncut = inf, self.shrunk(allowed)
+        # Eager's kernels need a trace of their own: only where the uncut program fits without them, too.
+        for each in (uncut, uncut and self._by_eager_kernels(allowed)):
+            if each is not None:
+                best = min(best, expected_seconds(each))
+                yield each
         for held in self.held.within(allowed) if self.held else ():
             best = min(best, expected_seconds(held))
             yield held
