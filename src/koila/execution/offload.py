@@ -24,7 +24,7 @@ from koila.execution.copies import Copies, HostCopy
 
 
 class Files:
-    """The mapped files of all plans whose values wait in one directory: those that nobody uses wait for the next value."""
+    """The mapped files of all plans with values in one directory: those that nobody uses wait for the next value."""
 
     def __init__(self, directory: str | None = None) -> None:
         self._directory = directory
@@ -64,7 +64,7 @@ class Files:
             num_bytes -= each[0]
 
     def end_run(self) -> None:
-        """Let go of the files that neither this run nor the one before it had a use for: two programs may take turns."""
+        """Let go of the files that neither this run nor the one before it used: two programs may take turns."""
         with self._lock:
             self._free[:] = [each for each in self._free if each[1] >= self._run - 1]
             self._run += 1

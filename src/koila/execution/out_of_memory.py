@@ -73,10 +73,9 @@ def run_until_it_fits(
 
 def _is_too_large(job: Job, decision: Decision) -> bool:
     """Whether an accelerator has less than a decision needs that was made for what was free at an earlier step."""
-    projection = decision.projection
-    if job.device.type == "cpu" or projection is None or not decision.budget.is_default:
+    if job.device.type == "cpu" or not decision.budget.is_default or decision.projection is None:
         return False
-    return projection.peak_bytes > min(map(free_bytes, job.devices))
+    return decision.projection.peak_bytes > min(map(free_bytes, job.devices))
 
 
 def retried_once(act: Callable[[], T], what: str) -> T:

@@ -57,8 +57,9 @@ def run_kept_small(decision: Decision, device: torch.device, run: Callable[[], N
 
 def _is_near_limit(decision: Decision) -> bool:
     """Whether a heap with all that a decision needs could be more than the process may grow by."""
-    budget, projection = decision.budget, decision.projection
-    if budget.allowed_bytes is None or projection is None or projection.peak_bytes < SMALL_BYTES:
+    budget = decision.budget
+    projection = None if budget.allowed_bytes is None else decision.projection
+    if projection is None or projection.peak_bytes < SMALL_BYTES:
         return False
     if decision in _not_in_heap or (budget.is_default and decision not in _have_run):
         return True

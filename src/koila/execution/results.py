@@ -85,7 +85,7 @@ def _offloading(decision: Decision, code: CompiledPlan) -> AbstractContextManage
     directory, is_first_run = decision.budget.offload, code.files is None
     if is_first_run:
         code.files = files_in(directory)
-    room_bytes = 0 if decision.projection is None else decision.projection.copying_bytes
+    room_bytes = 0 if decision.estimate is None else decision.estimate.copying_bytes
     return offload_in(directory, room_bytes, code.files, is_first_run)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from koila import events
 from koila.analysis.program import NotSplittable, Program, without_collection
@@ -17,7 +18,7 @@ from koila.errors import BudgetError
 from koila.ir.job import Job, Wanted
 from koila.planning.calibration import correction_bytes
 from koila.planning.carrying import Carrying
-from koila.planning.devices import current_rules
+from koila.planning.devices import current_device, current_rules, planning_for
 from koila.planning.layouts import layout_of
 from koila.planning.levers.offload import copying_bytes
 from koila.planning.peak import Projection, project
@@ -30,6 +31,47 @@ from koila.planning.whole_peak import drawn_bytes, leaf_bytes
 
 
 @dataclass(frozen=True, eq=False)
+class Estimate:
+    """The bytes and the time of a run, worked out when somebody asks: a chunk size that was asked for needs neither."""
+
+    plan: Plan | None
+    """None: it runs whole."""
+    own: Projection | None = None
+    """What the plan, or the whole run, takes by itself, where it is known."""
+    outside_bytes: int = 0
+    """What is alive beside it."""
+    after_bytes: int = 0
+    """What is alive once it has run."""
+    copying_bytes: int = 0
+    """What copies to and from the host may hold beside the plan's own values while they are on their way."""
+    device: str = field(default_factory=current_device)
+
+    @cached_property
+    def _alone(self) -> Projection:
+        if self.own is not None:
+            return self.own
+        assert self.plan is not None
+        return project(self.plan)
+
+    @cached_property
+    def projection(self) -> Projection:
+        """The bytes at the peak by kind, with all that belongs to the run."""
+        alone, room = self._alone, self.copying_bytes
+        beside = max(self.outside_bytes, self.after_bytes - alone.peak_bytes)
+        kinds = (("objects and drawn numbers", beside), ("copies on their way", room))
+        found = (*alone.kinds, *(kind for kind in kinds if kind[1]))
+        return replace(alone, peak_bytes=alone.peak_bytes + beside + room, kinds=found)
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """How long a plan is expected to take; only ratios matter."""
+        if self.plan is None:
+            return None
+        with planning_for(self.device):
+            return expected_seconds((self.plan, self._alone))
+
+
+@dataclass(frozen=True, eq=False)
 class Cut:
     """How a program runs in chunks."""
 
@@ -38,10 +80,7 @@ class Cut:
     plan: Plan
     facts: Facts
     """How the program can be cut: the plan's own, unless the plan leaves it uncut."""
-    projection: Projection
-    """The bytes at the peak, by kind."""
-    seconds: float
-    """How long it is expected to take; only ratios matter."""
+    estimate: Estimate
     program: Hashable
     """Under which measuring corrects the projection."""
     recipe: Recipe | None = None
@@ -77,13 +116,12 @@ class Cutter:
         try:
             with without_collection():
                 plan = make_plan(layout_of(facts), chunk_size, wanted.streamed)
-                projection = project(plan)
         except (MemoryError, BudgetError):
             raise
         except Exception as error:
             raise _illegal(error) from error
         _count(started)
-        return self._cut(wanted, *self._in_arena(plan, projection), facts)
+        return self._cut(wanted, *self._in_arena(plan, None), facts)
 
     def within(self, wanted: Wanted, allowed_bytes: int, thorough: bool) -> Cut | None:
         """The fastest plan found within so many bytes, or None; a thorough search takes longer to give up."""
@@ -108,8 +146,9 @@ class Cutter:
         if found is None:
             return None
         placed = self._in_arena(*found, allowed_bytes - outside)
-        cut = _with_copies(self._cut(wanted, *placed, search.facts), allowed_bytes)
-        return replace(cut, recipe=carrying.recipe(found, recipe))
+        cut = self._cut(wanted, *placed, search.facts)
+        room = copying_bytes(cut.plan, allowed_bytes - cut.estimate.projection.peak_bytes)
+        return replace(cut, estimate=replace(cut.estimate, copying_bytes=room), recipe=carrying.recipe(found, recipe))
 
     def smallest(self, wanted: Wanted) -> Refused:
         """The smallest budget that would do, and what stands in the way."""
@@ -133,18 +172,13 @@ class Cutter:
             self._searches[wanted] = Search(program.facts(wanted), levers, uncut, whole, wanted.streamed, least)
         return self._searches[wanted]
 
-    def _cut(self, wanted: Wanted, plan: Plan, projection: Projection, facts: Facts) -> Cut:
-        outside = self.outside_bytes(wanted)
-        peak = max(projection.peak_bytes + outside, self.after_bytes(wanted))
-        beside = peak - projection.peak_bytes
-        kinds = (*projection.kinds, *((("objects and drawn numbers", beside),) if beside else ()))
-        bytes_at_peak = replace(projection, peak_bytes=peak, kinds=kinds)
-        seconds = expected_seconds((plan, projection))
-        return Cut(wanted, plan, facts, bytes_at_peak, seconds, self.key(wanted))
+    def _cut(self, wanted: Wanted, plan: Plan, projection: Projection | None, facts: Facts) -> Cut:
+        estimate = Estimate(plan, projection, self.outside_bytes(wanted), self.after_bytes(wanted))
+        return Cut(wanted, plan, facts, estimate, self.key(wanted))
 
     def _in_arena(
-        self, plan: Plan, projection: Projection, allowed_bytes: int | None = None
-    ) -> tuple[Plan, Projection]:
+        self, plan: Plan, projection: Projection | None, allowed_bytes: int | None = None
+    ) -> tuple[Plan, Projection | None]:
         """The plan with results in one buffer where that is worthwhile and fits; what fits without is not refused."""
         budget = self.job.budget
         arena = arena_for(plan.schedules, budget.process or budget.is_default)
@@ -177,17 +211,6 @@ class Cutter:
         if not wanted.gradients or not backward:
             return 0
         return held + backward + leaf_bytes(self.program.graph.leaves[index] for index in self.program.joint.wrt)
-
-
-def _with_copies(cut: Cut, allowed_bytes: int) -> Cut:
-    """The cut with room for copies to the host that are on their way, as far as the budget leaves it."""
-    projection = cut.projection
-    room = copying_bytes(cut.plan, allowed_bytes - projection.peak_bytes)
-    if not room:
-        return cut
-    kinds = (*projection.kinds, ("copies on their way", room))
-    projection = replace(projection, peak_bytes=projection.peak_bytes + room, kinds=kinds, copying_bytes=room)
-    return replace(cut, projection=projection)
 
 
 def _illegal(error: Exception) -> NotSplittable:

@@ -22,7 +22,7 @@ from koila.analysis.split import Facts
 from koila.errors import BudgetError
 from koila.ir.job import Job, Wanted
 from koila.ir.source import Site
-from koila.planning.cut import Cut, Cutter, Refused
+from koila.planning.cut import Cut, Cutter, Estimate, Refused
 from koila.planning.devices import planning_for
 from koila.planning.machine import use_calibration
 from koila.planning.peak import Projection
@@ -51,10 +51,8 @@ class Decision:
     """The plan of a split run."""
     facts: Facts | None = None
     """How the program can be cut, for a split run."""
-    projection: Projection | None = None
-    """The bytes at the peak by kind; None where no budget asked for them."""
-    seconds: float | None = None
-    """How long it is expected to take; only ratios matter. None where nothing was planned."""
+    estimate: Estimate | None = None
+    """Its bytes and its time; None where nothing asked for them."""
     reasons: tuple[str, ...] = ()
     """Why it is what it is, in the user's words."""
     fallback: str | None = None
@@ -69,10 +67,20 @@ class Decision:
     """The user's line of each recorded call, where bytes were projected."""
 
     @property
+    def projection(self) -> Projection | None:
+        """The bytes at the peak by kind; None where nothing asked for them."""
+        return None if self.estimate is None else self.estimate.projection
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it is expected to take; only ratios matter. None where nothing was planned."""
+        return None if self.estimate is None else self.estimate.seconds
+
+    @property
     def projected_bytes(self) -> int | None:
         """What the run will allocate at its peak, where a byte budget asked for it."""
-        named = self.budget.allowed_bytes is not None
-        return self.projection.peak_bytes if named and self.projection is not None else None
+        projection = None if self.budget.allowed_bytes is None else self.projection
+        return None if projection is None else projection.peak_bytes
 
     @property
     def chunk_size(self) -> int:
@@ -125,7 +133,8 @@ def _with_backward(job: Job, peak_bytes: int) -> float:
 
 def _whole(job: Job, projection: Projection | None, reason: str, because: NotSplittable | None = None) -> Decision:
     return Decision(
-        "whole", job.wanted, job.budget, job.graph.num_samples, projection=projection, reasons=(reason,),
+        "whole", job.wanted, job.budget, job.graph.num_samples,
+        estimate=None if projection is None else Estimate(None, projection), reasons=(reason,),
         fallback=None if because is None else str(because), is_final=because is None or because.is_final,
         sites=() if projection is None else job.whole_graph.sites,
     )  # fmt: skip
@@ -225,8 +234,8 @@ def _split(job: Job, cut: Cut, reasons: tuple[str, ...]) -> Decision:
         what = f"{arena.num_values} results lie in one buffer of {format_bytes(arena.num_bytes)}"
         reasons = (*reasons, f"{what}: new pages are handed out once per run")
     return Decision(
-        "split", cut.wanted, job.budget, job.graph.num_samples, cut.plan, cut.facts, cut.projection, cut.seconds,
-        reasons, program=cut.program, recipe=cut.recipe, sites=job.graph.sites,
+        "split", cut.wanted, job.budget, job.graph.num_samples, cut.plan, cut.facts, cut.estimate, reasons,
+        program=cut.program, recipe=cut.recipe, sites=job.graph.sites,
     )  # fmt: skip
 
 

@@ -159,8 +159,6 @@ class Projection:
     """What stands at the peak: (kind, bytes), together `peak_bytes`."""
     recorded: int | None = None
     """The recorded call that made the largest value at the peak; None in a backward pass."""
-    copying_bytes: int = 0
-    """What copies to and from the host may hold beside the plan's own values while they are on their way."""
     story: Callable[[], Any] = field(default=_no_story, repr=False, compare=False)
     """Gives the `Story` of an unsplit run as long as it is kept for other sizes, else None."""
 

@@ -15,6 +15,7 @@ from koila._budget import Budget
 from koila.execution import out_of_memory, process_memory
 from koila.execution.process_memory import run_kept_small, try_without_heap
 from koila.ir.job import Wanted
+from koila.planning.cut import Estimate
 from koila.planning.decide import Decision
 from koila.planning.peak import Projection
 
@@ -25,7 +26,7 @@ LIMITED = Budget(allowed_bytes=100, is_default=True)
 
 def decision(budget: Budget, mebibytes: int = 200) -> Decision:
     """A decision that needs so much."""
-    return Decision("whole", Wanted(()), budget, 4, projection=Projection(mebibytes * MIB, "all of it"))
+    return Decision("whole", Wanted(()), budget, 4, estimate=Estimate(None, Projection(mebibytes * MIB, "all of it")))
 
 
 @pytest.fixture
