@@ -414,9 +414,16 @@ def infer_call(
         numbers: The sizes that `structure` leaves out.
     """
     ask = lambda: _ask(structure, func, args, kwargs, operands)  # noqa: E731
-    if structure is None or not numbers or function_name(func) not in OPERAND_SIZED:
+    if structure is None or not numbers or function_name(func) not in OPERAND_SIZED or any(map(_overlaps, operands)):
         return ask()
     return resized(structure, numbers, ask)
+
+
+def _overlaps(operand: Value | torch.Tensor) -> bool:
+    """Whether two dimensions have the same stride: sizes then decide in which order a result lies in memory."""
+    lies = prepass_of(operand) if isinstance(operand, torch.Tensor) else operand.prepass
+    strides = [step for step, size in zip(lies.stride, lies.shape, strict=False) if step and size > 1]
+    return len(set(strides)) < len(strides)
 
 
 def _ask(

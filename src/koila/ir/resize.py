@@ -22,7 +22,19 @@ from koila.ir.prepass import Draw, Inference, Output, PrePass
 from koila.ir.samples import after_failure, with_sample
 from koila.ir.tree import leaves, map_leaves
 
-OPERAND_SIZED = ("lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "dropout")
+_LAYERS = (
+    *("lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "dropout"),
+    *("linear", "embedding", "layer_norm", "rms_norm", "softmax", "log_softmax", "cross_entropy", "mse_loss"),
+)
+_REDUCTIONS = ("mean", "sum", "amax", "all", "any")
+_POINTWISE = (
+    *("add", "sub", "rsub", "mul", "div", "true_divide", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "log", "sin"),
+    *("cos", "tanh", "sigmoid", "relu", "gelu", "silu", "leaky_relu", "elu", "softplus", "abs", "clamp", "where", "eq"),
+    *("ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or"),
+    *("logical_not", "masked_fill", "__and__", "__or__", "__xor__", "__eq__", "__rsub__", "__rtruediv__", "__rpow__"),
+)
+_COMMON = (*_REDUCTIONS, *_POINTWISE)
+OPERAND_SIZED = frozenset((*_LAYERS, *_COMMON, *(f"Tensor.{name}" for name in _COMMON)))
 """Functions whose results and random numbers have the sizes of operands."""
 
 

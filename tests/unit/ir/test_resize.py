@@ -43,6 +43,22 @@ CASES: dict[str, tuple[Callable[..., Any], Arguments]] = {
     "attention with dropout": (F.scaled_dot_product_attention, lambda b, n: (
         heads(b, n), heads(b, n), heads(b, n), None, 0.1)),
     "dropout": (F.dropout, lambda b, n: (grown(b, n), 0.5, True)),
+    "a linear layer": (F.linear, lambda b, n: (grown(b, n, 6), torch.zeros(5, 6), torch.zeros(5))),
+    "one of what lies otherwise": (F.linear, lambda b, n: (grown(b, 6, n).mT, torch.zeros(5, 6))),
+    "words": (F.embedding, lambda b, n: (torch.zeros(b, n, dtype=torch.long), torch.zeros(9, 4, requires_grad=True))),
+    "a product": (torch.mul, lambda b, n: (grown(b, n, 6), grown(n, 6))),
+    "a product of heads": (torch.Tensor.mul, lambda b, n: (heads(b, n), torch.zeros(b, 1, n, 8))),
+    "an outer product": (torch.Tensor.mul, lambda b, n: (grown(b, 1), torch.zeros(n))),
+    "a sum with a number": (torch.Tensor.add, lambda b, n: (grown(b, n).mT, 2)),
+    "a comparison": (torch.Tensor.eq, lambda b, n: (grown(b, n, 1), grown(n))),
+    "numbers of two types": (torch.Tensor.add, lambda b, n: (torch.zeros(b, n, dtype=torch.int), grown(n))),
+    "a choice": (torch.where, lambda b, n: (torch.ones(n, dtype=torch.bool), grown(b, n), grown(b, 1))),
+    "a mean": (torch.Tensor.mean, lambda b, n: (grown(b, n, 6), 1, True)),
+    "a sum of all": (torch.Tensor.sum, lambda b, n: (grown(b, n, 6),)),
+    "a sum of what lies otherwise": (torch.Tensor.sum, lambda b, n: (grown(b, n, 6).transpose(0, 1), 2)),
+    "a loss": (F.cross_entropy, lambda b, n: (grown(b * n, 6), torch.zeros(b * n, dtype=torch.long))),
+    "a loss for each": (F.cross_entropy, lambda b, n: (
+        grown(b, 6, n), torch.zeros(b, n, dtype=torch.long), None, None, -100, None, "none")),
     "dropout of what lies otherwise": (F.dropout, lambda b, n: (grown(b, n).mT, 0.5, True)),
 }  # fmt: skip
 
@@ -76,3 +92,13 @@ def test_sizes_that_no_longer_follow_from_each_other_are_asked_for() -> None:
     args = (queries, keys, keys)
     found = infer_call("the call", F.scaled_dot_product_attention, args, {}, args, numbers)
     assert found == infer(F.scaled_dot_product_attention, args, {}, args)
+
+
+def test_windows_that_overlap_are_asked_for() -> None:
+    """Their dimensions have the same stride, and their sizes decide in which order the result lies in memory."""
+    clear_all()
+    for length in (11, 13, 15, 5, 7):
+        windows = torch.zeros(length).unfold(0, 4, 1)
+        numbers = (*windows.shape, *windows.stride())
+        found = infer_call("the call", torch.Tensor.add, (windows, 1), {}, (windows,), numbers)
+        assert found == infer(torch.Tensor.add, (windows, 1), {}, (windows,)), length
