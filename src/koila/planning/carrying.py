@@ -21,11 +21,17 @@ from koila.planning.sizing import Found, expected_seconds
 _MOVES = 8
 """The moves of so many sizes are remembered, and what so many held between phases."""
 _ROOM = 0.6
-"""Plans like those of another size that use less of a budget were made for a much larger one: others are looked for."""
+"""Plans like those of another size that use less of a budget were made for a much larger one: others are looked for.
+One that left so much of the same budget unused at its own size did so because fewer bytes are faster."""
 _SIZES = 3
 """So many chunk sizes are tried, from that of the last plan down."""
 _ABOUT = 1.05
 """Moves that would use more of it are not tried, if bytes grow with those of the plan without them."""
+
+
+def _is_likely(num_bytes: float, used_bytes: int, allowed: int) -> bool:
+    """Whether a plan with this peak is a good one within a budget of which it used so much at another size."""
+    return _ROOM * min(allowed, used_bytes) <= num_bytes <= _ABOUT * allowed
 
 
 class Carrying:
@@ -110,7 +116,7 @@ class Carrying:
         """The plan that holds what another size held, if that may fit, and does."""
         search, num_bytes = self.search, self._kept_bytes
         alike = [held for held in recipe.held if held.signature == search.facts.signature]
-        likely = [held for held in alike if _ROOM <= held.expected_bytes(num_bytes) / allowed <= _ABOUT]
+        likely = [held for held in alike if _is_likely(held.expected_bytes(num_bytes), held.peak_bytes, allowed)]
         for held in sorted(likely, key=lambda held: held.expected_seconds(num_bytes)):
             layout = held.places.layout(search.facts, search.layout.catalogue)
             sizes = [next((size for size in search.nested if size <= each), search.nested[-1]) for each in held.sizes]
@@ -131,7 +137,7 @@ class Carrying:
             changed = with_moves(plain[0], made.moves)
             projection = None if changed is None else project(changed)
             if changed is not None and projection is not None and projection.peak_bytes <= allowed:
-                if projection.peak_bytes < _ROOM * allowed:
+                if not _is_likely(projection.peak_bytes, made.peak_bytes, allowed):
                     return None
                 events.count("plan::moves made again")
                 return changed, projection
