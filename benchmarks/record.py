@@ -2,8 +2,10 @@
 
 *Takes* nothing but the number of rounds. *Gives* a table on stdout: recording per call over the same calls on a bare
 wrapper subclass, which does nothing but make a wrapper; a run with nothing in it over eager's `x.sum().item()`; steps
-of small programs over eager's. All ways of a row take turns in one process, and their CPU time is compared within a
-round, so that neighbours on the machine disturb little; the ratio is the median over rounds.
+of small programs over eager's. Beside `eager="auto"` stands its floor: the same steps on a subclass of tensors that
+runs each call and gives the result its own class, and does nothing else. All ways of a row take turns in one process,
+and their CPU time is compared within a round, so that neighbours on the machine disturb little; the ratio is the median
+over rounds.
 
 `--flat` runs many steps of the tiny MLP instead, and prints how time per step and memory go on.
 """
@@ -26,10 +28,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import koila
+from koila._torch import C_METHODS, plain_call, without_torch_function
 
 Step = Callable[[], object]
-Ways = tuple[Step, Step, Step]
-"""A step lazily, eagerly, and with `eager="auto"`."""
+Make = Callable[..., Any]
+"""What makes the tensors of a step, as `koila.lazy` does: one tensor in, one out."""
+Ways = tuple[Step, Step, Step, Step]
+"""A step lazily, eagerly, with `eager="auto"`, and on `Intercepting` tensors."""
 Measured = tuple[float, float, float]
 """Seconds, seconds of the reference, and the ratio; each is a median."""
 auto = partial(koila.lazy, eager="auto")
@@ -52,6 +57,60 @@ class Bare(torch.Tensor):
 def bare() -> Any:
     """A bare wrapper of the one shape that the recorded programs have."""
     return torch.Tensor._make_wrapper_subclass(Bare, (WIDTH, WIDTH))  # type: ignore[attr-defined]
+
+
+class Intercepting(torch.Tensor):
+    """A real tensor whose calls run at once on PyTorch's engine and give tensors of this class, and nothing else: the
+    floor of `eager="auto"`. Its methods do without PyTorch's own dispatch, as those of `EagerTensor` do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = plain_call(func, types, args, kwargs or {})
+        if type(result) is torch.Tensor:
+            result.__class__ = Intercepting
+        return result
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with without_torch_function():
+            torch.Tensor.backward(self, *args, **kwargs)
+
+    def item(self) -> Any:
+        with without_torch_function():
+            return torch.Tensor.item(self)
+
+
+def _intercepted(method: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return Intercepting.__torch_function__(method, (Intercepting,), (self, *args), kwargs)
+
+    return call
+
+
+for _name, _method in C_METHODS.items():
+    if _name not in vars(Intercepting) and getattr(torch.Tensor, _name) is _method:
+        setattr(Intercepting, _name, _intercepted(_method))
+
+
+def eagerly(*tensors: torch.Tensor) -> Any:
+    """The tensors themselves."""
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def intercepting(*tensors: torch.Tensor) -> Any:
+    """Other tensors with the same memory, whose calls are intercepted."""
+    made = [tensor.detach() for tensor in tensors]
+    for each in made:
+        each.__class__ = Intercepting
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+MAKES: tuple[Make, ...] = (koila.lazy, eagerly, auto, intercepting)
+
+
+def ways_of(step: Callable[[Make], object]) -> Ways:
+    """A step in all ways."""
+    lazily, eager, at_once, floor = (partial(step, make) for make in MAKES)
+    return lazily, eager, at_once, floor
 
 
 def cpu_seconds(step: Step, times: int) -> float:
@@ -128,13 +187,13 @@ def training(model: nn.Module, loss: Callable[..., torch.Tensor], *batch: torch.
     """A training step, on the same model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    def step(make: Callable[..., Any]) -> None:
+    def step(make: Make) -> None:
         given = make(*batch)
         optimizer.zero_grad()
         loss(*(given if isinstance(given, tuple) else (given,))).backward()
         optimizer.step()
 
-    return lambda: step(koila.lazy), lambda: step(lambda *tensors: tensors), lambda: step(auto)
+    return ways_of(step)
 
 
 def tiny_mlp() -> Ways:
@@ -168,7 +227,7 @@ def reinforcement() -> Ways:
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
     returns = torch.randn(20)
 
-    def episode(make: Callable[[torch.Tensor], Any]) -> None:
+    def episode(make: Make) -> None:
         chosen, state = [], torch.zeros(4)
         for _ in range(20):
             logs = F.log_softmax(policy(make(state)), dim=-1)
@@ -179,7 +238,7 @@ def reinforcement() -> Ways:
         (-(torch.stack(chosen) * returns).sum()).backward()
         optimizer.step()
 
-    return lambda: episode(koila.lazy), lambda: episode(lambda state: state), lambda: episode(auto)
+    return ways_of(episode)
 
 
 def empty() -> Ways:
@@ -190,7 +249,8 @@ def empty() -> Ways:
         known = auto(x)
         known.sum().item()
     assert type(known) is koila.EagerTensor
-    return lambda: z.sum().item(), lambda: x.sum().item(), lambda: known.sum().item()
+    floor = intercepting(x)
+    return lambda: z.sum().item(), lambda: x.sum().item(), lambda: known.sum().item(), lambda: floor.sum().item()
 
 
 STEPS: dict[str, tuple[Callable[[], Ways], float]] = {
@@ -206,17 +266,17 @@ AUTO_AIM = 1.3
 """The same for all of them with `eager="auto"`."""
 
 
-def measure_step(make: Callable[[], Ways], rounds: int) -> tuple[Measured, Measured]:
-    """Seconds of a step and of eager's, and the ratio, lazily and with `eager="auto"`; medians over rounds."""
+def measure_step(make: Callable[[], Ways], rounds: int) -> tuple[Measured, Measured, Measured]:
+    """Seconds of a step and of eager's, and the ratio, lazily, with `eager="auto"`, and on tensors that only intercept;
+    medians over rounds."""
     torch.manual_seed(0)
     ways = make()
     for step in ways:
         cpu_seconds(step, 5)
     times = max(1, int(2e-3 / cpu_seconds(ways[0], 5)))
     found = [[cpu_seconds(way, times) for way in ways] for _ in range(rounds)]
-    return _medians([(lazy, eager) for lazy, eager, _ in found]), _medians(
-        [(at_once, eager) for _, eager, at_once in found]
-    )
+    lazy, at_once, floor = (_medians([(each[way], each[1]) for each in found]) for way in (0, 2, 3))
+    return lazy, at_once, floor
 
 
 def _medians(pairs: Sequence[tuple[float, float]]) -> Measured:
@@ -228,6 +288,14 @@ def table(title: str, rows: Sequence[tuple[str, float, float, float, float]]) ->
     print(f"\n| {title} | koila | reference | ratio | aim |\n|---|---|---|---|---|")
     for name, lazy, reference, ratio, aim in rows:
         print(f"| {name} | {lazy * 1e6:.1f} µs | {reference * 1e6:.1f} µs | {ratio:.2f} | {aim:g} |")
+
+
+def floor_table(title: str, rows: Sequence[tuple[str, Measured, Measured, float]]) -> None:
+    """Rows of (name, koila, floor, aim)."""
+    print(f"\n| {title} | koila | floor | reference | ratio | floor's ratio | aim |\n|---|---|---|---|---|---|---|")
+    for name, (lazy, reference, ratio), (floor, _, least), aim in rows:
+        shown = " | ".join(f"{seconds * 1e6:.1f} µs" for seconds in (lazy, floor, reference))
+        print(f"| {name} | {shown} | {ratio:.2f} | {least:.2f} | {aim:g} |")
 
 
 # Many steps.
@@ -242,7 +310,7 @@ def resident_bytes() -> int:
 def flat(num_steps: int, parts: int = 10) -> list[tuple[float, int]]:
     """(CPU seconds per step, resident bytes after it) of each tenth of many steps of the tiny MLP."""
     torch.manual_seed(0)
-    lazy, _, _ = tiny_mlp()
+    lazy, *_ = tiny_mlp()
     cpu_seconds(lazy, 50)
     return [(cpu_seconds(lazy, num_steps // parts), resident_bytes()) for _ in range(parts)]
 
@@ -270,5 +338,6 @@ def main(arguments: list[str]) -> None:
     found = [(recording.name, *measure_recording(recording, given.rounds), 5.0) for recording in RECORDINGS]
     table("recording, per call", found)
     steps = {name: measure_step(make, given.rounds) for name, (make, _) in STEPS.items()}
-    table("steps", [(name, *lazy, STEPS[name][1]) for name, (lazy, _) in steps.items()])
-    table('steps, eager="auto"', [(name, *at_once, AUTO_AIM) for name, (_, at_once) in steps.items()])
+    table("steps", [(name, *lazy, STEPS[name][1]) for name, (lazy, _, _) in steps.items()])
+    rows = [(name, at_once, floor, AUTO_AIM) for name, (_, at_once, floor) in steps.items()]
+    floor_table('steps, eager="auto"', rows)
