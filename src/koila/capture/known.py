@@ -52,9 +52,11 @@ class Form:
         self._conditions: list[str | int] = []
         """An entry that is an int stands for: the number of this index is the one that was seen."""
         self._paths: list[str] = []
-        self._demand(f"len(args) == {len(args)}", len(args))
-        for index, item in enumerate(args):
-            self._take(item, f"args[{index}]")
+        self._names = [f"a{index}" for index in range(len(args))]
+        """Of variables for the arguments."""
+        self._key.append(len(args))
+        for name, item in zip(self._names, args, strict=True):
+            self._take(item, name)
         if kwargs:
             self._demand("kwargs", None)
             self._take(kwargs, "kwargs")
@@ -74,7 +76,14 @@ class Form:
             if isinstance(each, str) or each not in varying
         ]
         scope = {**self._constants, "Eager": eager}
-        found: Callable[[Any, Any], bool] = eval("lambda args, kwargs: " + " and ".join(conditions), scope)
+        lines = [
+            "def matches(args, kwargs):",
+            f"    if len(args) != {len(self._names)}: return False",
+            *([f"    {', '.join(self._names)}, = args"] if self._names else []),
+            f"    return {' and '.join(conditions)}",
+        ]
+        exec("\n".join(lines), scope)
+        found: Callable[[Any, Any], bool] = scope["matches"]
         return found
 
     def _constant(self, value: Any) -> str:
