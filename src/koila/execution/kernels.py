@@ -1,7 +1,8 @@
 """Kernels: the functions that generated code calls beside PyTorch's own operators.
 
 *Takes* the work of a step. *Gives* the function that runs for it: slices of whole values, random numbers that are
-opened, products that are added to a sum in place, products of half precision in float32.
+opened, products that are added to a sum in place, products of half precision in float32, convolutions of a few pixels
+as one product.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 from koila.analysis.types import Sliced, chunk_of
 from koila.execution.offload import Pieces
 from koila.execution.pieces import Held
+from koila.execution.unfolded import unfolded_convolution, unfolded_gradients
 from koila.ir.draws import Source
 from koila.planning import operation
 from koila.planning.half_products import PRODUCTS
-from koila.planning.operation import OperatorWork
+from koila.planning.operation import Kernel, OperatorWork
 
 aten = torch.ops.aten
 
@@ -82,6 +84,14 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
 }
 
 
+_INSTEAD: dict[tuple[Kernel, Any], Callable[..., Any]] = {
+    **{(Kernel.FLOAT32, target): product for target, product in HALF_PRODUCTS.items()},
+    (Kernel.UNFOLDED, aten.convolution.default): unfolded_convolution,
+    (Kernel.UNFOLDED, aten.convolution_backward.default): unfolded_gradients,
+}
+"""What computes a call that the operator itself does not compute."""
+
+
 def kernel_of(work: OperatorWork) -> Any:
     """What runs for a step: its operator, or another function with the same numbers."""
-    return HALF_PRODUCTS[work.target] if work.in_float32 else _KERNELS.get(work.target, work.target)
+    return _INSTEAD.get((work.kernel, work.target)) or _KERNELS.get(work.target, work.target)

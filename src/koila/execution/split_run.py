@@ -74,6 +74,8 @@ class _Run:
         self.values: dict[Item, Any] = {}
         """Whole values, kept buffers, finished merges."""
         self.accumulators: dict[Item, Any] = {}
+        self.unfinished: frozenset[Item] = frozenset()
+        """Merges that somebody else finishes."""
         self.arena = self.plan.arena if switch() != "off" else None
         self.memory = None if self.arena is None else ArenaMemory(self.arena.num_bytes)
         self.phase_seconds: list[float] = []
@@ -156,7 +158,8 @@ class _Run:
             yield
         for item in phase.targets:
             if item in self.accumulators:
-                self.values[item] = _monoid(item).finish(self.accumulators.pop(item))
+                state = self.accumulators.pop(item)
+                self.values[item] = state if item in self.unfinished else _monoid(item).finish(state)
         for item in ending:
             self.values.pop(item, None)
 
@@ -217,18 +220,15 @@ class SubPlanCode:
         """The results; sums that the schedule adds up itself are added to its own."""
         known = dict(zip(self.sub_plan.slots, floats, strict=True))
         run = _Run(self.compiled, lambda slots: [known[slot] for slot in slots], inputs, inner=True)
-        begun = {}
-        for number, index, item in self.sums:
+        run.unfinished = frozenset(item for _, _, item in self.sums)
+        for _, index, item in self.sums:
             total = sink.take(index)
             if total is not None:
-                run.accumulators[item] = begun[number] = total
+                run.accumulators[item] = total
         del inputs
         results = run.run()
         for number, index, _ in self.sums:
-            if number in begun:
-                sink.give(index, results[number])
-            else:
-                sink(index, results[number])
+            sink.give(index, results[number])
             results[number] = None
         return results
 

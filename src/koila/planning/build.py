@@ -265,7 +265,7 @@ def _step(
         holds_operands=not overload,
         is_view=len(value.views) == 1 and value.views[0],
         fills_storage=value.filling is not None,
-        work=OperatorWork(operation, outcome.form, recorded, outcome.in_float32),
+        work=OperatorWork(operation, outcome.form, recorded, outcome.kernel),
     )
 
 

@@ -106,7 +106,7 @@ class Catalogue:
             destination = Destination.STORE
         else:
             destination = Destination.STREAM if item is streamed else Destination.GATHER
-        return Sink(item, destination, value_bytes(item), self.state_bytes(item), is_plain_sum(item))
+        return Sink(item, destination, value_bytes(item), self.state_bytes(item), is_plain_sum(item), is_sum(item))
 
     def piece_sink(self, item: Item) -> Sink:
         """The same for an item whose chunks are held as pieces."""
@@ -201,6 +201,11 @@ def result_shapes(item: Item, chunk: int | None) -> tuple[tuple[int, ...], ...] 
 def first_type(item: Item) -> Any:
     """The split type of an item's first result."""
     return item.type[0] if isinstance(item.type, tuple) else item.type
+
+
+def is_sum(item: Item) -> bool:
+    """A merge by addition, in the value's own dtype or in a wider one."""
+    return isinstance(item.type, Merged) and isinstance(item.type.monoid, Sum)
 
 
 def is_plain_sum(item: Item) -> bool:

@@ -18,6 +18,7 @@ import torch
 from koila._torch import OpOverload, schema_of
 from koila.planning.forms import Form
 from koila.planning.in_place import with_out
+from koila.planning.operation import Kernel
 from koila.planning.step import Kind, Step
 
 aten = torch.ops.aten
@@ -134,7 +135,13 @@ def can_fill(step: Step) -> bool:
     if step.kind is not Kind.RUN or len(step.places) != 1 or step.is_view or not step.fills_storage:
         return False
     form = step.work.form
-    if not isinstance(form, Form) or not form.is_dense or form.is_conj or form.is_neg or step.work.in_float32:
+    if (
+        not isinstance(form, Form)
+        or not form.is_dense
+        or form.is_conj
+        or form.is_neg
+        or step.work.kernel is not Kernel.OWN
+    ):
         return False
     exact = step.places[0] == form.num_bytes and not step.retained_bytes
     return exact and filler_of(step.work.target) is not None

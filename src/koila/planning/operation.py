@@ -114,6 +114,17 @@ class Operation:
         return [leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, SlotArgument)]
 
 
+class Kernel(Enum):
+    """What computes a call."""
+
+    OWN = "own"
+    """The operator itself."""
+    FLOAT32 = "in float32"
+    """A product of half precision: the same operator, in float32."""
+    UNFOLDED = "unfolded"
+    """A convolution of a few pixels: one product of the unfolded images."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OperatorWork:
     """What a step calls, and what that gives."""
@@ -123,8 +134,8 @@ class OperatorWork:
     """The result: a `Form`, or a tuple or list of them; what is not a tensor stands for itself."""
     recorded: int | None = None
     """The number of the recorded call that it comes from; None in a backward pass."""
-    in_float32: bool = False
-    """For a product of half precision: whether it is computed in float32."""
+    kernel: Kernel = Kernel.OWN
+    """What computes it."""
     is_transposed: bool = False
     """For a product that is added to a sum: whether the sum is of the transposed product."""
     prefix: str = ""

@@ -25,9 +25,10 @@ from koila.ir.meta_kernels import known_result
 from koila.ir.tree import leaves, map_leaves
 from koila.planning.cost import call_seconds, large_bytes
 from koila.planning.devices import current_device, current_rules
+from koila.planning.few_pixels import runs_unfolded, unfolded_bytes
 from koila.planning.forms import Drawn, Form, form_tree, forms_of, like, meta_tree
 from koila.planning.half_products import float32_bytes, runs_in_float32
-from koila.planning.operation import HELPERS, Operation, slice_whole
+from koila.planning.operation import HELPERS, Kernel, Operation, slice_whole
 from koila.planning.step import Place
 from koila.planning.workspace import retained_bytes, workspace_bytes
 
@@ -48,7 +49,7 @@ class Outcome:
     retained_bytes: int
     seconds: float
     fresh_bytes: int
-    in_float32: bool
+    kernel: Kernel
 
 
 _CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
@@ -79,7 +80,8 @@ def outcome_of(
     overload = isinstance(target, OpOverload)
     if not (overload or target in HELPERS or target in MOMENTS) or not all(map(_holds_no_tensor, operands)):
         return _find(operation, operands, chunk, whole, None)
-    key = (current_rules(), operation.signature, chunk if target in HELPERS else 0, *map(_hashable, operands))
+    size = chunk if target in HELPERS else min(chunk, 1)
+    key = (current_rules(), operation.signature, size, *map(_hashable, operands))
     return _known.get_or_add(key, lambda: _find(operation, operands, chunk, whole, expected()))
 
 
@@ -103,10 +105,17 @@ def _find(operation: Operation, operands: list[Any], chunk: int, whole: Any, exp
             else _shown_or_run(operation, operands, metas, dense, args, kwargs)
         )
     places, views = _aliases(value, metas) if dense is not value else _own(value)
-    inside, retained = _workspaces(operation.target, args, kwargs, value, metas)
-    in_float32 = runs_in_float32(operation.target, value)
+    kernel = _kernel(operation.target, args, value, chunk)
+    inside, retained = _workspaces(operation.target, args, kwargs, value, metas, kernel)
     seconds, fresh = call_seconds(operation.target, args, kwargs, value), large_bytes(value)
-    return Outcome(form_tree(value), places, views, inside, retained, seconds, fresh, in_float32)
+    return Outcome(form_tree(value), places, views, inside, retained, seconds, fresh, kernel)
+
+
+def _kernel(target: Any, args: Any, value: Any, chunk: int) -> Kernel:
+    """What computes a call; what is not cut keeps eager's kernels of convolutions."""
+    if runs_in_float32(target, value):
+        return Kernel.FLOAT32
+    return Kernel.UNFOLDED if chunk and runs_unfolded(target, args, value) else Kernel.OWN
 
 
 def _dense(target: Any, operands: list[Any], whole: Any, expected: Shapes | None) -> Any:
@@ -224,7 +233,7 @@ def _own(value: Any) -> tuple[tuple[Place, ...], tuple[bool, ...]]:
     return tuple(0 if each is None else each.nbytes for each in tensors), (False,) * len(tensors)
 
 
-def _workspaces(target: Any, args: Any, kwargs: Any, value: Any, metas: list[Any]) -> tuple[int, int]:
+def _workspaces(target: Any, args: Any, kwargs: Any, value: Any, metas: list[Any], kernel: Kernel) -> tuple[int, int]:
     """What a call allocates in its kernel, and what of it stays alive with its results."""
     if target is slice_whole:
         # Bits are opened to bytes in blocks.
@@ -233,8 +242,10 @@ def _workspaces(target: Any, args: Any, kwargs: Any, value: Any, metas: list[Any
         return moments_bytes(target, metas[0]), 0
     if not isinstance(target, OpOverload):
         return 0, 0
-    if runs_in_float32(target, value):
+    if kernel is Kernel.FLOAT32:
         return float32_bytes([*metas, value]), 0
+    if kernel is Kernel.UNFOLDED:
+        return unfolded_bytes(target, args, value), 0
     types = {leaf.dtype for leaf in (*metas, value) if isinstance(leaf, torch.Tensor)}
     if target.is_view or (torch.Tag.pointwise in target.tags and len(types) == 1):
         return 0, 0

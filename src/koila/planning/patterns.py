@@ -137,7 +137,7 @@ class _Pattern:
         self._layouts[step.value] = alignment.token(form)
         asked = (
             step.work.target, args, kwargs, places, tuple(map(self._layouts.__getitem__, (*step.operands, step.value))),
-            step.kind, step.work.in_float32, step.work.is_transposed, step.fills_storage, plain, owned,
+            step.kind, step.work.kernel, step.work.is_transposed, step.fills_storage, plain, owned,
         )  # fmt: skip
         return _StepPattern(step, args, kwargs, form, places, fixed, plain, owned, item, alignment.token(asked))
 
@@ -183,7 +183,7 @@ class _Filling:
             check_shape(item, found.form, self.chunk)
         operation = found.operation or work.operation
         renewed = OperatorWork(
-            operation, found.form, work.recorded, work.in_float32, work.is_transposed, work.prefix
+            operation, found.form, work.recorded, work.kernel, work.is_transposed, work.prefix
         )  # fmt: skip
         return _renewed(step, renewed, found)
 
@@ -201,7 +201,7 @@ class _Filling:
                 None if same else operation, form, places, slack_of(places), inside, 0, seconds, fresh, over
             )  # fmt: skip
         found = self._asked(step, operation, item)
-        if found.form != form or found.in_float32 != work.in_float32:
+        if found.form != form or found.kernel != work.kernel:
             raise NoFormula("PyTorch gives another layout")
         seconds = found.seconds + (self._sum_seconds(step) if step.kind is Kind.ADD_PRODUCT else 0.0)
         return _Answer(
@@ -258,7 +258,7 @@ def _key(step: Step) -> Hashable:
     """What a step does, without sizes."""
     work = step.work
     called = None if work is None else (
-        work.operation.target, work.recorded, work.in_float32, work.is_transposed, work.prefix
+        work.operation.target, work.recorded, work.kernel, work.is_transposed, work.prefix
     )  # fmt: skip
     return (
         step.value, step.operands, step.makes_memory, step.holds_operands, step.is_view, step.fills_storage, step.kind,

@@ -153,3 +153,5 @@ class Sink:
     """Bytes of the merge while it goes on."""
     is_plain_sum: bool = False
     """Whether it is a merge by addition in the value's own dtype."""
+    is_sum: bool = False
+    """Whether it is a merge by addition, in the value's own dtype or in a wider one."""

@@ -61,7 +61,7 @@ def plain(step: Step) -> Any:
     """All of a step that two equal ones have in common."""
     work = step.work
     call = None if work is None else (work.operation.target, repr(work.operation.args), repr(work.operation.kwargs))
-    rest = None if work is None else (work.form, work.recorded, work.in_float32, work.is_transposed, work.prefix)
+    rest = None if work is None else (work.form, work.recorded, work.kernel, work.is_transposed, work.prefix)
     fields = [getattr(step, name) for name in Step.__slots__ if name not in ("work", "seconds")]
     return fields, pytest.approx(step.seconds, rel=1e-9), call, rest
 

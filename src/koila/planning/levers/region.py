@@ -24,7 +24,7 @@ from koila import events
 from koila.analysis.split import Facts, analyse
 from koila.analysis.trace import Input, Joint, Traced
 from koila.analysis.types import Sliced
-from koila.planning.catalogue import is_plain_sum
+from koila.planning.catalogue import is_sum
 from koila.planning.cost import VIEW_SECONDS
 from koila.planning.devices import current_rules
 from koila.planning.effort import Exhausted, spend
@@ -99,10 +99,13 @@ class _Making:
     def sub_plan(self, layout_number: int, chunk: int) -> SubPlan:
         """The region with chunks of that size."""
         spend(len(self.facts.items))
-        plan = make_plan(self.layouts[layout_number], chunk)
-        results = sum(map(largest_bytes, self.outputs))
-        transient = max(0, project(plan).peak_bytes - results)
-        return SubPlan(plan, tuple(self._into()), transient, plan.seconds, _slots(plan))
+        plan, into = make_plan(self.layouts[layout_number], chunk), tuple(self._into())
+        there = sum(map(largest_bytes, self.outputs))
+        there += sum(
+            self.schedule.sinks[index].state_bytes - largest_bytes(self.outputs[place]) for place, index in into
+        )
+        transient = max(0, project(plan).peak_bytes - there)
+        return SubPlan(plan, into, transient, plan.seconds, _slots(plan))
 
     def _into(self) -> Iterator[tuple[int, int]]:
         """Results that are sums and that only the schedule's own sum reads."""
@@ -111,8 +114,8 @@ class _Making:
             if len(users) != 1 or users[0].target is not hand_on or self.schedule.chunk is None or item is None:
                 continue
             (index,) = self.drawing.step[users[0]].sinks
-            is_sum = item.kind == "finish" and is_plain_sum(item.operands[0])
-            if is_sum and self.schedule.sinks[index].is_plain_sum:
+            # The same value has the same merge inside and outside, in a wider type if it is of half precision.
+            if item.kind == "finish" and is_sum(item.operands[0]) and self.schedule.sinks[index].is_sum:
                 yield number, index
 
     def placed(self, sub_plan: SubPlan) -> tuple[Schedule, int]:
@@ -320,8 +323,14 @@ def _split_around(drawing: Drawing, value: int, limit: int) -> Schedule | None:
     return None
 
 
+_ALIKE = 1.25
+"""Where the region's moment fits with no chunks at all, those that need less than this many times the least are alike:
+very small ones only make more calls."""
+
+
 def _sized(making: _Making, limit: int) -> Schedule:
-    """The fastest chunks with which the region's own moment fits, or is a small part of it; else the smallest.
+    """The fastest chunks with which the region's own moment fits, or is a small part of it; else the fastest of those
+    that need hardly more than the smallest.
 
     From the largest on: smaller ones are tried as long as they are faster.
     """
@@ -329,7 +338,7 @@ def _sized(making: _Making, limit: int) -> Schedule:
     while step < making.growth.size:
         sizes.append(step)
         step *= 2
-    found: Schedule | None = None
+    tried: list[tuple[SubPlan, Schedule]] = []
     best: tuple[float, Schedule] | None = None
     for chunk in reversed(sizes):
         for number in range(len(making.layouts) if making.facts.num_phases > 1 else 1):
@@ -337,11 +346,15 @@ def _sized(making: _Making, limit: int) -> Schedule:
             if best is not None and sub_plan.seconds >= best[0]:
                 return best[1]
             found, place = making.placed(sub_plan)
+            tried.append((sub_plan, found))
             if totals(found)[place] <= limit or sub_plan.transient_bytes <= limit // 4:
                 best = sub_plan.seconds, found
                 break
-    assert found is not None
-    return found if best is None else best[1]
+    if best is not None:
+        return best[1]
+    most = _ALIKE * min(sub_plan.transient_bytes for sub_plan, _ in tried)
+    alike = [each for each in tried if each[0].transient_bytes <= most]
+    return min(alike, key=lambda each: each[0].seconds)[1]
 
 
 def split_regions(schedule: Schedule, limit: int, most: int = 64) -> Iterator[Schedule]:
