@@ -16,8 +16,9 @@ from koila.planning.rates import heap_seconds
 
 Found = tuple[Plan, Projection]
 """A plan and its bytes."""
-_ROUNDS = 4
-"""So many times sizes are corrected."""
+_ROUNDS, _MOST_ROUNDS = 4, 7
+"""So many times sizes are corrected; the second, as long as nothing fits: kernels whose own memory does not fall with
+the size of a chunk bring a phase down to the smallest one step by step."""
 _ROUNDS_ALIKE = 2
 """So many sizes are tried for all phases."""
 
@@ -78,8 +79,8 @@ def largest_fitting(
     chosen = [_guess(need, allowed, sizes) for need in needs]
     shrunk = [False] * len(needs)
     tried = set[tuple[int, ...]]()
-    for _ in range(_ROUNDS):
-        if tuple(chosen) in tried:
+    for number_tried in range(_MOST_ROUNDS):
+        if tuple(chosen) in tried or (found is not None and number_tried >= _ROUNDS):
             break
         tried.add(tuple(chosen))
         made = make([sizes[place] for place in chosen])

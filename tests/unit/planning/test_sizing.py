@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from koila.planning.sizing import Need, all_alike
+from koila.planning.sizing import Need, all_alike, largest_fitting
 
 SIZES = [8, 4, 2, 1]
 
@@ -41,3 +41,17 @@ def test_the_most_demanding_phase_says_where_to_begin() -> None:
 def test_mixed_sizes_may_need_more_than_equal_ones() -> None:
     """Why it is tried at all."""
     assert made([8, 2])[1].peak_bytes == 100 > made([2, 2])[1].peak_bytes == 80
+
+
+def test_a_kernel_with_memory_of_its_own_brings_its_phase_down_to_the_smallest_size() -> None:
+    """The second phase needs 50 bytes beside its samples, however many, unless there is one only."""
+    sizes = [64, 32, 16, 8, 4, 2, 1]
+
+    def make(chosen: Sequence[int]) -> Any:
+        peaks = [chosen[0], chosen[1] + (50 if chosen[1] > 1 else 0)]
+        projection = SimpleNamespace(peak_bytes=max(peaks), resident=[0] * 4, peaks=[0, peaks[0], 0, peaks[1]])
+        return SimpleNamespace(sizes=list(chosen), seconds=1.0, fresh_bytes=0), projection
+
+    found = largest_fitting([Need(0, 64), Need(0, 64)], 45, sizes, make)
+    assert found is not None
+    assert found[0].sizes == [32, 1]  # type: ignore[attr-defined]
