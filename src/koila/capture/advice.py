@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 from numbers import Number
-from sys import _getframe
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from koila._warnings import warn_once
 from koila.capture.pending import recorder
-from koila.ir.source import Site, user_frame, user_site
+from koila.ir.source import Site, user_site
 from koila.ir.tree import leaves
 
 LEAST_CALLS = 4
@@ -67,14 +67,13 @@ def warn_of_batch(batch: Any, shapes: list[tuple[int, ...]]) -> None:
 # Programs that ran eagerly.
 
 
-def begin_program() -> None:
-    """New inputs are made lazy: say it if all of the program before them ran eagerly."""
+def begin_program(frame: FrameType) -> None:
+    """New inputs are made lazy in this frame of the user's: say it if all of the program before them ran eagerly."""
     place = recorder.place
     log = place.log
     if place.eager_calls:
         warn_of_eager_program()
         place.eager_calls.clear()
-    frame = user_frame(_getframe(2))
     place.started = (frame.f_code, frame.f_lasti, log.num_before + log.count)
 
 

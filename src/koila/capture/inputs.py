@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from koila.capture.record import input_value
 from koila.errors import CaptureError
 from koila.ir.ambient import watch_streams
 from koila.ir.prepass import is_plain
-from koila.ir.source import user_site
+from koila.ir.source import user_frame, user_site
 from koila.ir.tree import leaves, rebuild
 
 
@@ -41,14 +42,15 @@ class _Group:
         self.strict = strict
         """Whether a tensor of another size in the batch dimension is an error; else it is lazy without a batch."""
         self.shapes: list[tuple[int, ...]] = []
-        """Of those that were made."""
+        """Of those that have no batch."""
 
     def take(self, real: torch.Tensor, batch: Any) -> torch.Tensor:
         """What is handed out for a plain tensor."""
-        shape = real.shape
+        dim = self._join(real.shape, batch) if isinstance(batch, int) else None
+        if dim is None:
+            self.shapes.append(real.shape)
         self.num_lazy += 1
-        self.shapes.append(shape)
-        return self.make(real, self._join(shape, batch) if isinstance(batch, int) else None)
+        return self.make(real, dim)
 
     def make(self, real: torch.Tensor, dim: int | None) -> torch.Tensor:
         """What is handed out for a real tensor with its batch dimension: a lazy tensor."""
@@ -220,7 +222,7 @@ def _begin(values: tuple[Any, ...], batch: Any, group: _Group) -> Any:
         events.count(f"eager_because::{transform}")
         return values[0] if len(values) == 1 else values
     run_carried()
-    begin_program()
+    begin_program(user_frame(_getframe(2)))
     note_worker()
     found = _make_values(values, batch, group)
     # Tensors without dimensions have no batch, and the default names none for them.

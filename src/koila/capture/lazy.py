@@ -10,6 +10,7 @@ import html
 import weakref
 from collections.abc import Callable
 from functools import partial
+from sys import _getframe
 from typing import Any, NoReturn
 
 import torch
@@ -40,7 +41,7 @@ from koila.interfaces import BatchedPair, BatchInfo, RunnableTensor
 from koila.ir.graph import collect
 from koila.ir.node import Value
 from koila.ir.prepass import PrePass, is_plain
-from koila.ir.source import user_site
+from koila.ir.source import user_frame, user_site
 from koila.ir.tree import map_leaves
 
 
@@ -60,7 +61,7 @@ class LazyTensor(torch.Tensor):
     """Its value; None as long as it is the result of a call that has no node yet (see `koila.capture.log`)."""
     _prepass: PrePass
     """What is known about it then."""
-    _name: int
+    _name: int = -1
     """The number of its value among all that were recorded; -1 for an input."""
     _log: Log
     """Where it was recorded."""
@@ -76,7 +77,7 @@ class LazyTensor(torch.Tensor):
             return tensor
         install()
         run_carried()
-        begin_program()
+        begin_program(user_frame(_getframe(1)))
         note_worker()
         real = real_tensor(tensor)
         if not is_plain(real):
@@ -96,7 +97,8 @@ class LazyTensor(torch.Tensor):
         wrapper: LazyTensor = make()
         throw_on_data_access(wrapper)
         wrapper._held, wrapper._log = value, recorder.place.log
-        wrapper._name = -1 if value.position[0] < 0 else _name(value)
+        if value.position[0] >= 0:
+            wrapper._name = _name(value)
         # Nobody else can be this value yet, except after a shallow copy.
         value.holders = (weakref.ref(wrapper),) if not value.holders else (*value.holders, weakref.ref(wrapper))
         return wrapper

@@ -242,14 +242,14 @@ class Log:
         for operand in node.operands:
             storage = self.storage_of(operand, register)
             if storage is not None:
-                storage.readers.append(reference)
+                storage.add_reader(reference)
                 if not isinstance(operand, Value):
                     node.storages.append(storage)
         for index, requires_grad in zip(inference.writes, inference.write_grads, strict=True):
             operand = node.operands[index]
             storage = self.storage_of(operand, register=True)
             assert storage is not None
-            storage.writers.append(node)
+            storage.add_writer(node)
             if not isinstance(operand, Value):
                 node.storages.append(storage)
             if isinstance(operand, Value) and requires_grad:
@@ -264,18 +264,26 @@ class Log:
         """The storage of an operand; a real tensor has one only if a pending call writes to it."""
         if isinstance(operand, Value):
             return operand.storage
-        storages = self.real_storages
-        if not register and not storages:
-            return None
-        key = storage_key(operand.untyped_storage()) if operand.layout is torch.strided else id(operand)
-        reference = storages.get(key)
+        return self.real_storage(operand) if register else self._noted_storage(operand)
+
+    def real_storage(self, tensor: torch.Tensor) -> Storage:
+        """The storage of a real tensor; it is noted that there is one."""
+        key = _storage_key(tensor)
+        reference = self.real_storages.get(key)
         found = None if reference is None else reference()
-        if found is None and register:
-            if len(storages) >= self._max_storages:
+        if found is None:
+            if len(self.real_storages) >= self._max_storages:
                 self._forget_storages()
             found = Storage(real=True)
-            storages[key] = weakref.ref(found)
+            self.real_storages[key] = weakref.ref(found)
         return found
+
+    def _noted_storage(self, tensor: torch.Tensor) -> Storage | None:
+        """The storage of a real tensor, if it was noted that there is one."""
+        if not self.real_storages:
+            return None
+        reference = self.real_storages.get(_storage_key(tensor))
+        return None if reference is None else reference()
 
     def _forget_storages(self) -> None:
         """Forget those that nobody holds; it is done seldom, so that a new one costs little."""
@@ -289,6 +297,10 @@ class Log:
         """The real operands of the entries from `start` on."""
         for entry in self.entries[start:]:
             yield from entry.template.reals_of(entry.captured)
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
 
 
 def _is_running(frame: FrameType) -> bool:

@@ -251,9 +251,9 @@ def budget_of(values: Sequence[Value]) -> int | None:
 
 def input_value(real: torch.Tensor, batch: int | None = None, budget: int | None = None) -> Value:
     """A value that is a real tensor already; a batch dimension that the tensor lacks is none."""
-    storage = recorder.place.log.storage_of(real, register=True)  # Calls without nodes will find the same one.
-    assert storage is not None
+    storage = recorder.place.log.real_storage(real)  # Calls without nodes will find the same one.
     value = Value(prepass_of(real, batch), storage, None, 0)
     value.real = real
-    value.budget = budget
+    if budget is not None:
+        value.budget = budget
     return value

@@ -23,6 +23,7 @@ from koila.capture.pending import recorder
 from koila.capture.template import Template
 from koila.ir.ambient import current_context
 from koila.ir.draws import draw
+from koila.ir.prepass import PrePass
 from koila.ir.source import user_frame
 from koila.ir.tree import rebuild
 from koila.ir.trie import TrieNode
@@ -57,24 +58,30 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _append(log: Log, node: TrieNode, template: Template, captured: tuple[Any, ...]) -> Any:
-    specs, name, trie = template.inference.draws, log.base + template.first, log.trie
+    specs, trie, makers = template.inference.draws, log.trie, template.makers
     draws = [draw(spec) for spec in specs] if specs else []
-    results = []
-    for make, prepass in template.makers:
-        wrapper = make()
-        throw_on_data_access(wrapper)
-        wrapper._log, wrapper._name, wrapper._prepass = log, name, prepass
-        name += 1
-        results.append(wrapper)
+    if len(makers) == 1:  # As mostly.
+        results: tuple[Any, ...] = (_result(log, log.base + template.first, *makers[0]),)
+    else:
+        results = tuple([_result(log, log.base + template.first + n, *maker) for n, maker in enumerate(makers)])
     frame = user_frame(_getframe(3))
-    entry = _entry((template, captured, tuple(results), draws, next(moments), frame.f_code, frame.f_lasti))
+    entry = _entry((template, captured, results, draws, next(moments), frame.f_code, frame.f_lasti))
     # An interrupt between two of these lines leaves a number without a call, or a call that nobody can ask for.
     log.count += len(results)
-    log.writes |= template.writes
+    if template.writes:
+        log.writes = True
     node.used, trie.current = trie.program, node
     log.entries.append(entry)
-    if template.returned >= 0:
-        return captured[template.returned]
-    if template.kind is None:
-        return results[0] if results else None
-    return rebuild(template.kind, results)
+    if template.kind is not None:
+        return rebuild(template.kind, list(results))
+    if results:
+        return results[0]
+    return captured[template.returned] if template.returned >= 0 else None
+
+
+def _result(log: Log, name: int, make: Callable[[], Any], prepass: PrePass) -> Any:
+    """A lazy tensor whose call has no node yet."""
+    wrapper = make()
+    throw_on_data_access(wrapper)
+    wrapper._log, wrapper._name, wrapper._prepass = log, name, prepass
+    return wrapper

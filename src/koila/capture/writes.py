@@ -45,7 +45,8 @@ def _seen(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():  # It knows the method, and not this function.
             return getattr(self, name)(*args, **kwargs)
-        if not recorder.is_idle or _place.reruns:
+        log = _place.log  # As `Recorder.is_idle`: every optimizer comes by here.
+        if log.entries or log.tape or _place.reruns:
             before_write(self)
         return original(self, *args, **kwargs)
 

@@ -11,12 +11,12 @@ from koila.events.kinds import Event
 
 Listener: TypeAlias = Callable[[Event], None]
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # Making a tuple may run a finalizer, which may emit something.
 _subscriptions: dict[object, tuple[Listener, tuple[type, ...]]] = {}
 _listeners: tuple[tuple[Listener, tuple[type, ...]], ...] = ()
 """Each with the kinds of events that it wants; an empty tuple for all of them."""
-_heard: frozenset[type] | None = frozenset()
-"""The kinds of events that anybody wants; None for all of them."""
+_wanting: dict[type, tuple[Listener, ...]] = {}
+"""By kind of event who wants it, in the order of subscription; found when the first one comes."""
 
 
 def subscribe(listener: Listener, *kinds: type) -> Callable[[], None]:
@@ -51,20 +51,24 @@ def subscribe(listener: Listener, *kinds: type) -> Callable[[], None]:
 
 
 def _publish() -> None:
-    # A new tuple each time: `emit` walks over the one it found, without a lock.
-    global _listeners, _heard
-    _listeners = tuple(_subscriptions.values())
-    wanted = [kinds for _, kinds in _listeners]
-    _heard = None if () in wanted else frozenset(kind for kinds in wanted for kind in kinds)
+    # New ones each time: `emit` walks over what it found, without a lock.
+    global _listeners, _wanting
+    _listeners, _wanting = tuple(_subscriptions.values()), {}
 
 
 def emit(event: Event) -> None:
     """Hand an event to every listener, in the order of subscription."""
-    for listener, kinds in _listeners:
-        if not kinds or type(event) in kinds:
-            listener(event)
+    kind = type(event)
+    for listener in _wanting[kind] if kind in _wanting else _find(kind):
+        listener(event)
+
+
+def _find(kind: type) -> tuple[Listener, ...]:
+    with _lock:  # Else a subscription that comes between would be forgotten.
+        found = _wanting[kind] = tuple([listener for listener, kinds in _listeners if not kinds or kind in kinds])
+    return found
 
 
 def is_heard(kind: type) -> bool:
     """Whether anybody wants events of a class."""
-    return _heard is None or kind in _heard
+    return bool(_wanting[kind] if kind in _wanting else _find(kind))

@@ -42,7 +42,7 @@ from koila.execution.history import history_of
 from koila.execution.inner import places_of, real_gradients
 from koila.execution.jobs import Pending, Task, accumulating, decision_of, devices_of, held_bytes, task_for
 from koila.execution.out_of_memory import note_failure, retried_once, run_until_it_fits
-from koila.execution.prepared import Question, question_of
+from koila.execution.prepared import Question, asked_of
 from koila.execution.process_memory import run_kept_small
 from koila.execution.repetition import Repetition, repetition_of
 from koila.execution.results import run_split, stream_split
@@ -89,19 +89,23 @@ class Engine:
 
     def read(self, lazy: Any, why: str) -> None:
         """Bind a lazy tensor whose call has no node yet."""
-        question = question_of(self._recorder.place.log, lazy, backward=False)
+        log = self._recorder.place.log
+        asked = asked_of(log, lazy, backward=False)
         events.forced(why, user_site())
-        repetition = None if question is None else repetition_of(question, self._recorder.place.log)
+        repetition = None if asked is None else repetition_of(asked, log)
         if repetition is None:
+            question = None if asked is None else Question(log, asked)
             self.materialize([lazy._value], why, question)
         else:
             self._repeat(repetition, lazy, None)
 
     def backward_from(self, lazy: Any, retain_graph: bool) -> None:
         """A backward pass from a scalar lazy tensor whose call has no node yet."""
-        question = question_of(self._recorder.place.log, lazy, backward=True)
-        repetition = None if question is None else repetition_of(question, self._recorder.place.log)
+        log = self._recorder.place.log
+        asked = asked_of(log, lazy, backward=True)
+        repetition = None if asked is None else repetition_of(asked, log)
         if repetition is None:
+            question = None if asked is None else Question(log, asked)
             self.backward(request_of(lazy._value, retain_graph), question)
         else:
             self._repeat(repetition, lazy, retain_graph)

@@ -12,7 +12,7 @@ and that inputs are as they were when their calls were recorded (Rule 5). Else t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -94,6 +94,11 @@ class PreparedRun:
         return min((budget for budget in self.budgets.values() if budget is not None), default=None)
 
     @cached_property
+    def is_default(self) -> bool:
+        """Whether nobody had named a budget."""
+        return self.decision.budget.is_default
+
+    @cached_property
     def is_unlimited(self) -> bool:
         """Whether it was prepared for no budget at all."""
         budget = self.decision.budget
@@ -109,7 +114,7 @@ class PreparedRun:
         code = self.codes[0] if self.codes else self.code(entries)
         if not code.is_fresh(entries) or not self._is_within():
             return False
-        if self.decision.budget.is_default:
+        if self.is_default:
             scope = last_closed()  # What was recorded in a scope that is closed by now is warned of.
             return scope is None or entries[0].sequence > scope.closed
         return self._is_copied_alike(entries, self.changing(entries) if is_backward else ())
@@ -146,20 +151,18 @@ class PreparedRun:
         return leaves.values()
 
 
-class Question:
-    """What is asked of the program in a log: a value, with or without a backward pass."""
+Asked = tuple[bool, int, tuple[int, ...]]
+"""What is asked of a program: whether for a backward pass, from which result by number, and which others are held."""
 
-    def __init__(self, log: Log, lazy: Any, backward: bool) -> None:
+
+class Question:
+    """What is asked of the program in a log, which gets nodes and runs as usual: the question learns how it ran."""
+
+    def __init__(self, log: Log, asked: Asked) -> None:
         assert log.trie.current is not None
         self.node: TrieNode = log.trie.current
-        self.is_backward = backward
-        self.key: Hashable = (backward, lazy._name - log.base, held_numbers(log, lazy))
-        self.run: PreparedRun | None = self.node.runs.get(self.key)
-        """How it ran before; None if it is not prepared."""
-        self._epoch = log.epoch
-
-    def watch(self, entries: Sequence[Entry]) -> None:
-        """The program gets nodes and runs as usual: it will be told by these entries what ran."""
+        self.key = asked
+        self._epoch, entries = log.epoch, log.entries
         self._entries = {entry.sequence: number for number, entry in enumerate(entries)}
         self._templates: list[Any] = [entry.template for entry in entries]
         places = self._bound(range(len(entries)))
@@ -236,10 +239,8 @@ class Question:
         return events.Tally(made + recorded + Counter(others))
 
 
-def question_of(log: Log, lazy: Any, backward: bool) -> Question | None:
+def asked_of(log: Log, lazy: Any, backward: bool) -> Asked | None:
     """What is asked of the program in a log; None if it must be looked at in any case."""
-    if not log.entries or lazy._log is not log or not log.is_whole or any_forced():
+    if lazy._log is not log or not log.is_whole or any_forced() or is_watched() or not is_state_ordinary():
         return None
-    if is_watched() or not is_state_ordinary():
-        return None
-    return Question(log, lazy, backward)
+    return backward, lazy._name - log.base, held_numbers(log, lazy)

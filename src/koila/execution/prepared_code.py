@@ -162,8 +162,9 @@ class Writer:
                 test for kind, place in self._templates[entry].operands for test in self._tests(entry, kind, place)
             ]
             if tests:
+                names = "".join(f"g{place}, " for place in range(len(self._entries[entry].captured)))
                 self._lines += [
-                    f"    g = entries[{entry}].captured",
+                    f"    {names} = entries[{entry}].captured",
                     f"    if not ({' and '.join(tests)}): return False",
                 ]
         self._lines.append("    return True")
@@ -173,16 +174,16 @@ class Writer:
             yield self._budget_test(entry, place)
             place += 1
         if kind != PENDING:
-            yield f"g[{place}]._version == g[{place + 1}]"
-            yield f"g[{place}].data_ptr() == g[{place + 2}]"
-            yield f"g[{place}].requires_grad is g[{place + 3}]"
+            yield f"g{place}._version == g{place + 1}"
+            yield f"g{place}.data_ptr() == g{place + 2}"
+            yield f"g{place}.requires_grad is g{place + 3}"
 
     def _budget_test(self, entry: int, place: int) -> str:
         budget = self._budgets[entry, place]
         if budget is None:
-            return f"g[{place}].budget is None"
+            return f"g{place}.budget is None"
         self._globals[f"b{entry}_{place}"] = budget
-        return f"g[{place}].budget == b{entry}_{place}"
+        return f"g{place}.budget == b{entry}_{place}"
 
     def _write_inputs(self) -> bool:
         """Whether an input requires grad, and is a leaf, its call was matched by. Gives whether some are no leaves."""
@@ -193,10 +194,12 @@ class Writer:
                     real = place + (kind == BOUND)
                     tensor = self._entries[entry].captured[real]
                     if tensor.requires_grad:
-                        (leaves if tensor.is_leaf else made).append(f"entries[{entry}].captured[{real}], ")
+                        (leaves if tensor.is_leaf else made).append(f"entries[{entry}].captured[{real}]")
         for name, found in (("leaves", leaves), ("made", made)):
-            body = f"{{id(t): t for t in ({''.join(found)})}}" if found else "{}"
-            self._lines += [f"def {name}(entries):", f"    return {body}"]
+            self._lines.append(f"def {name}(entries):")
+            self._lines += [f"    t{number} = {tensor}" for number, tensor in enumerate(found)]
+            pairs = ", ".join(f"id(t{number}): t{number}" for number in range(len(found)))
+            self._lines.append(f"    return {{{pairs}}}")
         return bool(made)
 
     # The calls.

@@ -16,7 +16,7 @@ from koila import events
 from koila._torch import backward_from
 from koila.capture.log import Entry, Log
 from koila.execution.commit import Binding, copied, copied_gradients, is_from_user, restore, restore_gradients
-from koila.execution.prepared import PreparedRun, Question
+from koila.execution.prepared import Asked, PreparedRun
 from koila.execution.prepared_code import Result
 from koila.execution.steps import remember
 from koila.ir.ambient import current_context
@@ -108,10 +108,14 @@ class Repetition:
                 prepass = prepass.with_grad(real.requires_grad)
             storage = Storage(real=True) if result.is_alone else self._storage(result, storages)
             value = Value(prepass, storage, None, 0)
-            value.real, value.budget, value.is_base = real, given, result.is_base
+            value.real = real
+            if given is not None:
+                value.budget = given
             if peak is not None and real.requires_grad and real.numel() == 1:
                 value.backward_peak_bytes = peak
-            if not result.is_base:
+            if result.is_base:
+                value.is_base = True
+            else:
                 value.is_view, value.family = result.is_view, self._family(result)
             value.holders = (weakref.ref(wrapper),)
             wrapper._held = value
@@ -161,10 +165,8 @@ class Repetition:
             self._log.put_back(self._entries)
 
 
-def repetition_of(question: Question, log: Log) -> Repetition | None:
-    """How a question is answered by a prepared run; None: it cannot, and watches how it is answered."""
-    run = question.run
-    if run is not None and run.applies(log.entries, question.is_backward):
-        return Repetition(run, log)
-    question.watch(log.entries)
-    return None
+def repetition_of(asked: Asked, log: Log) -> Repetition | None:
+    """How what is asked of the program in a log is answered by a prepared run; None if it is not."""
+    node = log.trie.current
+    run = None if node is None else node.runs.get(asked)
+    return Repetition(run, log) if run is not None and run.applies(log.entries, asked[0]) else None

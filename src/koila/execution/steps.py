@@ -133,7 +133,7 @@ def measuring(scope: Any) -> Iterator[None]:
 
 def remember(values: Iterable[Value]) -> None:
     """These values were bound by the step that goes on."""
-    _thread.bound = [weakref.ref(value) for value in values]
+    _thread.bound = list(map(weakref.ref, values))
 
 
 def was_bound_last(values: Iterable[Value]) -> bool:

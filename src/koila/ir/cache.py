@@ -86,7 +86,8 @@ class Cache(Generic[V]):
         self.weight = 0
         """What the entries weigh in all."""
         self._weigh = weigh
-        self._entries: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self.entries: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        """Each with its weight, the least recently used first; the same dictionary for good."""
         self._dropped = 0
         self._missed = 0
         """How many entries were dropped and made again."""
@@ -96,14 +97,14 @@ class Cache(Generic[V]):
         register(self)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def get(self, key: Hashable) -> V | None:
         """The entry, or None; counted."""
         with self._lock:
-            found = self._entries.get(key)
+            found = self.entries.get(key)
             if found is not None:
-                self._entries.move_to_end(key)
+                self.entries.move_to_end(key)
         if found is None:
             events.count(f"{self.name}::miss::{'new' if not self._dropped else 'new or dropped'}")
             return None
@@ -115,12 +116,12 @@ class Cache(Generic[V]):
         weight = 1 if self._weigh is None else self._weigh(entry)
         with self._lock:
             self._drop(key)
-            self._entries[key] = entry, weight
+            self.entries[key] = entry, weight
             self.weight += weight
             if self.always and hash(key) in self._gone and self.weight < _MOST * self.max_size:
                 self._missed += 1
-            while self.weight > self.max_size and len(self._entries) > self.always + self._missed:
-                oldest, (_, lost) = self._entries.popitem(last=False)
+            while self.weight > self.max_size and len(self.entries) > self.always + self._missed:
+                oldest, (_, lost) = self.entries.popitem(last=False)
                 self.weight -= lost
                 self._dropped += 1
                 if self.always:
@@ -140,11 +141,11 @@ class Cache(Generic[V]):
     def clear(self) -> None:
         """Forget every entry."""
         with self._lock:
-            self._entries.clear()
+            self.entries.clear()
             self._gone.clear()
             self.weight = self._dropped = self._missed = 0
 
     def _drop(self, key: Hashable) -> None:
-        dropped = self._entries.pop(key, None)
+        dropped = self.entries.pop(key, None)
         if dropped is not None:
             self.weight -= dropped[1]

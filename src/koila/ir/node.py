@@ -26,15 +26,25 @@ from koila.ir.source import Site
 class Storage:
     """Memory that several values may share."""
 
-    __slots__ = ("__weakref__", "readers", "real", "with_grad", "writers")
+    writers: Any = ()
+    """The nodes that write to it, in order; a list as soon as there was one."""
+    readers: Any = ()
+    """References to the nodes that read it, likewise."""
+    with_grad: tuple[int, ...] = ()
+    """The families of its values that require grad because one of them was written to."""
 
     def __init__(self, real: bool = False) -> None:
         self.real = real
         """Whether it is the memory of a real tensor: a write to it is an effect that must happen."""
-        self.writers: list[Node] = []
-        self.readers: list[weakref.ref[Node]] = []
-        self.with_grad: tuple[int, ...] = ()
-        """The families of its values that require grad because one of them was written to."""
+
+    def add_reader(self, reference: weakref.ref[Node]) -> None:
+        """A call was recorded that reads it. Most storages never have any: the list is made for the first one, in one
+        step, because another thread may be recording, too."""
+        self.__dict__.setdefault("readers", []).append(reference)
+
+    def add_writer(self, node: Node) -> None:
+        """A call was recorded that writes to it."""
+        self.__dict__.setdefault("writers", []).append(node)
 
     def forget(self, executed: Container[Node]) -> None:
         """These nodes have run. Each entry is removed by itself: another thread may be recording a new one."""
@@ -50,22 +60,27 @@ class Storage:
 class Value:
     """One tensor of the recorded program; pending until it is bound to a real tensor."""
 
-    __slots__ = (
-        "__weakref__",
-        "backward_peak_bytes",
-        "budget",
-        "family",
-        "holders",
-        "index",
-        "is_base",
-        "is_view",
-        "keep",
-        "node",
-        "position",
-        "prepass",
-        "real",
-        "storage",
-    )
+    # What most values never have stands here once: an input is made for each tensor of each step.
+
+    real: torch.Tensor | None = None
+    """The real tensor it is bound to."""
+    budget: int | None = None
+    """Bytes that a run may allocate that starts from this value: what `koila.lazy` was told, for inputs and for what
+    was computed from them."""
+    backward_peak_bytes: int | None = None
+    """What its run and its backward pass allocate at their peak, where an unsplit run was projected with both."""
+    position: tuple[int, int] = (-1, -1)
+    """(recording epoch, number within it): its name while the trie is walked."""
+    holders: tuple[weakref.ref[Any], ...] = ()
+    """The LazyTensors that are this value; the user may hold several."""
+    is_view = False
+    is_base = False
+    """Whether its memory was made for it."""
+    family = 0
+    """Which values of its memory autograd knows to be views of one of them: a write to one reaches the others. What
+    `detach` gives shares the memory only: it and its views are another family."""
+    keep = False
+    """Whether the user asked for it to be a result of the run that computes it."""
 
     def __init__(self, prepass: PrePass, storage: Storage, node: Node | None, index: int) -> None:
         self.prepass = prepass
@@ -74,25 +89,6 @@ class Value:
         """The producer; None for an input and after binding."""
         self.index = index
         """Which result of the producer it is."""
-        self.real: torch.Tensor | None = None
-        """The real tensor it is bound to."""
-        self.budget: int | None = None
-        """Bytes that a run may allocate that starts from this value: what `koila.lazy` was told, for inputs and for
-        what was computed from them."""
-        self.backward_peak_bytes: int | None = None
-        """What its run and its backward pass allocate at their peak, where an unsplit run was projected with both."""
-        self.position: tuple[int, int] = (-1, -1)
-        """(recording epoch, number within it): its name while the trie is walked."""
-        self.holders: tuple[weakref.ref[Any], ...] = ()
-        """The LazyTensors that are this value; the user may hold several."""
-        self.is_view = False
-        self.is_base = False
-        """Whether its memory was made for it."""
-        self.family = 0
-        """Which values of its memory autograd knows to be views of one of them: a write to one reaches the others. What
-        `detach` gives shares the memory only: it and its views are another family."""
-        self.keep = False
-        """Whether the user asked for it to be a result of the run that computes it."""
 
     @property
     def requires_grad(self) -> bool:

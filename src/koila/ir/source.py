@@ -12,14 +12,14 @@ from types import CodeType, FrameType
 import torch
 
 _INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-MAX_CODES = 10_000
-"""How many code objects are remembered, so that generated code does not stay alive for good."""
+MAX_FILES = 10_000
+"""How many names of files are remembered: generated code may have a new one all the time."""
 
 
-_internal: dict[int, CodeType] = {}
-"""Code that was seen and belongs to torch or koila, by identity: the hash of a code object takes up to two µs."""
-_external: dict[int, CodeType] = {}
-"""Code that was seen and is the user's."""
+_internal: set[str] = set()
+"""Files that were seen and belong to torch or koila."""
+_external: set[str] = set()
+"""Files that were seen and are the user's."""
 
 
 class Site:
@@ -60,20 +60,20 @@ class Site:
         return hash((id(self._code), self._offset))
 
 
-def _is_internal(code: CodeType) -> bool:
-    found = code.co_filename.startswith((*_INTERNAL, "<"))
+def _is_internal(file: str) -> bool:
+    found = file.startswith((*_INTERNAL, "<"))
     known = _internal if found else _external
-    if len(known) >= MAX_CODES:
+    if len(known) >= MAX_FILES:
         known.clear()
-    known[id(code)] = code
+    known.add(file)
     return found
 
 
 def user_frame(frame: FrameType) -> FrameType:
     """The innermost frame outside torch and koila, from a frame outwards; the outermost if there is none."""
     while True:
-        code = frame.f_code
-        if id(code) not in _internal and (id(code) in _external or not _is_internal(code)):
+        file = frame.f_code.co_filename
+        if file not in _internal and (file in _external or not _is_internal(file)):
             return frame
         outer = frame.f_back
         if outer is None:

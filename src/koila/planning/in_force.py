@@ -6,8 +6,9 @@ was refused, how plans of other sizes were made, what memory has forced, and whi
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -268,9 +269,8 @@ def num_changes() -> int:
     return _changes[0]
 
 
-def any_forced() -> bool:
-    """Whether any decision was replaced because memory ran out."""
-    return len(_forced) > 0
+any_forced: Callable[[], bool] = partial(bool, _forced.entries)
+"""Whether any decision was replaced because memory ran out. Every prepared run asks."""
 
 
 def put_in_force(job: Job, decision: Decision) -> None:

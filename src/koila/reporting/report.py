@@ -248,10 +248,11 @@ class Reports:
         return _made(self._last)
 
     def __call__(self, event: events.Event) -> None:
-        if type(event) is events.StepEnd:
-            self._waiting.append(event)
-            if event.scopes or len(self._waiting) >= NUM_REPORTS or _holds_plan(event):
-                self._look()
+        assert type(event) is events.StepEnd
+        waiting, decision = self._waiting, event.decision
+        waiting.append(event)
+        if event.scopes or len(waiting) >= NUM_REPORTS or (decision is not None and decision.plan is not None):
+            self._look()
 
     def _look(self) -> None:
         """Take the steps that wait."""
