@@ -13,10 +13,11 @@ import torch
 
 import koila
 from koila._warnings import forget_warnings
+from koila.capture import eager
 from koila.capture.at_once import here
 from koila.capture.pending import recorder
 from koila.planning import trials
-from tests.forced import forced
+from tests.forced import followed, forced
 from tests.seeding import seed_present_devices_only
 
 DEVICE = os.environ.get("KOILA_DEVICE", "cpu")
@@ -97,6 +98,7 @@ def eager_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("KOILA_EAGER") == "forced":
         monkeypatch.delenv("KOILA_EAGER")
         monkeypatch.setattr(koila, "lazy", forced(koila.lazy))
+        monkeypatch.setattr(eager, "_followed", followed)
 
 
 @pytest.fixture(autouse=True)
