@@ -33,6 +33,7 @@ from koila.capture.known import Form, KnownCall, Origin, Unknowable, tensors_in
 from koila.capture.lookup import implementation
 from koila.capture.pending import recorder
 from koila.capture.record import may_write
+from koila.ir.ambient import current_context
 from koila.ir.cache import register
 from koila.ir.source import Site, user_frame, user_site
 from koila.ir.tree import leaves
@@ -57,7 +58,7 @@ class Program:
 
     def __init__(self, site: Site, batch: Any, tensors: Sequence[torch.Tensor]) -> None:
         self.site, self.batch = site, batch
-        self.inputs = tuple(Origin(tensor.shape, tensor.dtype, False) for tensor in tensors)
+        self.inputs = tuple(map(Origin.of, tensors))
         self._layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
         self.root = KnownCall()
         self.num_calls = 0
@@ -191,13 +192,17 @@ class Position:
         func, args, kwargs = call
         operands = [leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
         fresh = [each for each in found if type(each) is Bridge.lazy_type and all(each is not o for o in operands)]
-        origins = [Origin(torch.Size(lazy.shape), lazy.dtype, lazy.requires_grad) for lazy in fresh]
+        origins = [Origin.of(lazy) for lazy in fresh]
+        for origin in origins:
+            origin.batch = _batch_like(origin.shape, operands)
         try:
             self.seen, is_new = seen.learn(func, Form(args, kwargs), Bridge.eager_type, origins, ends_run)
         except Unknowable:
             events.count("at once::a call that cannot be recognised", site=user_site())
             program.is_out = True
             return
+        if self.seen.recorded is None:
+            self.seen.recorded = func, current_context(), user_site()
         program.num_calls += is_new
         program.is_out = program.is_out or program.num_calls > MAX_CALLS
         self.has_news = self.has_news or is_new
@@ -283,6 +288,17 @@ def trace_inputs(lazies: Sequence[Any]) -> None:
     if program is not None and here.position.watches:
         for lazy, origin in zip(lazies, program.inputs, strict=True):
             lazy._origin = origin
+            origin.batch = lazy._value.batch
+
+
+def _batch_like(shape: torch.Size, operands: Sequence[Any]) -> int | None:
+    """Where the batch of a result may be: a dimension in which it is as long as an operand is in its batch."""
+    for operand in operands:
+        origin = getattr(operand, "_origin", None)
+        dim = None if origin is None else origin.batch
+        if dim is not None and len(shape) > dim and shape[dim] == origin.shape[dim]:
+            return dim
+    return None
 
 
 def _add_program(

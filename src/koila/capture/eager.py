@@ -12,6 +12,7 @@ user holds (an operand that is returned, `out=`, a parameter) stays what it is.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,17 +34,18 @@ from koila._torch import (
     without_torch_function,
 )
 from koila._torch.transforms import active_transform
+from koila.capture.again import recorded_again
 from koila.capture.at_once import here, questions
 from koila.capture.bridge import Bridge
 from koila.capture.known import KnownCall, Origin
-from koila.capture.lazy import LazyTensor
+from koila.capture.lazy import LazyTensor, range_of_batch, refuse
 from koila.capture.lookup import READING, implementation
 from koila.capture.record import input_value, may_write
 from koila.capture.scan import scan_call
-from koila.interfaces import BatchInfo
+from koila.interfaces import BatchedPair, BatchInfo
 from koila.ir.infer import compute_shape, infer
-from koila.ir.node import function_name
-from koila.ir.prepass import PLAIN_TYPES, is_plain, prepass_of
+from koila.ir.node import Value, function_name
+from koila.ir.prepass import PLAIN_TYPES, PrePass, is_plain, prepass_of
 from koila.ir.replay import current_context
 from koila.ir.tree import leaves, map_leaves
 
@@ -101,15 +103,63 @@ class EagerTensor(torch.Tensor):
         """Call a function to which eager tensors are plain ones; tensors that it makes become eager."""
         return _run_now(function, args, kwargs)
 
-    def run(self) -> torch.Tensor:
-        """The real tensor itself."""
+    def run(self, partial: tuple[int, int] | None = None, *, detach: bool = False) -> torch.Tensor:
+        """The real tensor itself, or some of its samples; see `LazyTensor.run`."""
+        wanted = None if partial is None else range_of_batch(self, partial)
         with without_torch_function():
-            return self.as_subclass(torch.Tensor)
+            real = self.as_subclass(torch.Tensor)
+            real = real if wanted is None else real.narrow(*wanted)
+            return real.detach() if detach else real
 
     @property
     def batch(self) -> BatchInfo | None:
-        """A real tensor has no recorded batch."""
-        return None
+        """The batch dimension, as `LazyTensor.batch`: known for an input of a step that runs at once, proved for what
+        was made since something was run; None for any other real tensor."""
+        position = here.position
+        if position.program is None or self._origin is None:
+            return None
+        if self._origin in position.program.inputs and self._origin.batch is not None:
+            return BatchInfo(self._origin.batch, self.shape[self._origin.batch])
+        with recorded_again([self]) as (lazy,):
+            return None if lazy is None else lazy.batch
+
+    def buffer_memory(self) -> BatchedPair:
+        """As `LazyTensor.buffer_memory`."""
+        with recorded_again([self]) as (lazy,):
+            return BatchedPair(0, 0) if lazy is None else lazy.buffer_memory()
+
+    def prepass(self) -> PrePass:
+        """As `LazyTensor.prepass`."""
+        return prepass_of(self.run())
+
+    def to_tensor(self, detached: bool = False) -> torch.Tensor:
+        """As `LazyTensor.to_tensor`."""
+        return self.run().detach().clone() if detached else self.run()
+
+    def data_value(self) -> Value:
+        """A value that is this real tensor."""
+        return input_value(self.run())
+
+    def set_tensor(self, tensor: torch.Tensor) -> None:
+        """Not possible on a real tensor; from the next step on the program is lazy, and it is."""
+        program = here.position.program
+        if program is not None:
+            program.is_out = True
+        refuse("set_tensor is not possible on a tensor of a step that runs at once", "koila.lazy(x, eager=False)")
+
+    def update_from_tensor(self, tensor: torch.Tensor, sync: bool = False) -> None:
+        """As `set_tensor`."""
+        self.set_tensor(tensor)
+
+    def shallow_copy_to(self, destination: LazyTensor) -> None:
+        """As `LazyTensor.shallow_copy_to`."""
+        destination.set_tensor(self)
+
+    def update_from_tensor_out(self, tensor: torch.Tensor) -> None:
+        """As `LazyTensor.update_from_tensor_out`."""
+        if tensor.shape != self.shape:
+            refuse(f"cannot write {list(tensor.shape)} into a tensor of shape {list(self.shape)}", "x = tensor")
+        self.copy_(tensor)
 
     # What most programs ask for, without the way through PyTorch's own dispatch.
 
@@ -154,6 +204,9 @@ class EagerTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with _plain(self):
             return repr(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
     def __format__(self, spec: str) -> str:
         _read(self)
@@ -328,8 +381,9 @@ def _record(func: Any, args: Any, kwargs: Any) -> Any:
 def _lazy(leaf: Any) -> Any:
     if type(leaf) is not EagerTensor:
         return leaf
-    lazy = LazyTensor._wrap(input_value(leaf.run()))
-    lazy._origin = leaf._origin
+    origin = leaf._origin
+    lazy = LazyTensor._wrap(input_value(leaf.run(), None if origin is None else origin.batch))
+    lazy._origin = origin
     return lazy
 
 

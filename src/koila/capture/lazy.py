@@ -44,8 +44,18 @@ from koila.ir.source import user_site
 from koila.ir.tree import map_leaves
 
 
-class LazyTensor(torch.Tensor):
+class _LazyMeta(type(torch.Tensor)):  # type: ignore[misc]
+    """Makes `isinstance` give one answer for a step, whether it is recorded or run at once."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return issubclass(type(instance), (cls, Bridge.eager_type))
+
+
+class LazyTensor(torch.Tensor, metaclass=_LazyMeta):
     """A pending tensor: true shape, dtype, device and strides, no storage.
+
+    An `EagerTensor` answers `isinstance(x, koila.LazyTensor)` as a lazy tensor does: with `eager="auto"` a step may
+    be run by either, and a program that asks must not take another way.
 
     Made by `koila.lazy`; `LazyTensor(tensor, batch=0)` is `koila.lazy(tensor, batch=0)`. The class's own conversions
     are named after PyTorch's lazy core.
@@ -72,7 +82,7 @@ class LazyTensor(torch.Tensor):
             refuse(
                 f"LazyTensor takes a tensor, got a {type(tensor).__name__}", "koila.lazy takes any structure of tensors"
             )
-        if isinstance(tensor, LazyTensor):
+        if type(tensor) is LazyTensor:
             return tensor
         install()
         run_carried()
@@ -237,18 +247,7 @@ class LazyTensor(torch.Tensor):
 
     def _samples(self, partial: tuple[int, int]) -> LazyTensor:
         """A range of the batch, as one more recorded call."""
-        batch = self.batch
-        if batch is None:
-            refuse(
-                f"a range of the batch was asked for, and no batch is known in {list(self.shape)}",
-                "value.run(), and slice what it gives; a value that was computed whole does not tell its batch",
-            )
-        if not (isinstance(partial, tuple) and len(partial) == 2 and all(type(each) is int for each in partial)):
-            refuse(f"a range of the batch is (low, high), got {partial!r}", "value.run((0, 2)), value.run(detach=True)")
-        low, high = partial
-        if not 0 <= low <= high <= batch.value:
-            refuse(f"samples {low} to {high} of a batch of {batch.value}", f"0 <= low <= high <= {batch.value}")
-        found: LazyTensor = lookup_function(torch.narrow)(self, batch.index, low, high - low)
+        found: LazyTensor = lookup_function(torch.narrow)(self, *range_of_batch(self, partial))
         return found
 
     def buffer_memory(self) -> BatchedPair:
@@ -287,7 +286,7 @@ class LazyTensor(torch.Tensor):
         it has none.
         """
         budget = budget_of([self._value])
-        if isinstance(tensor, LazyTensor):
+        if type(tensor) is LazyTensor:
             if budget_of([tensor._value]) is None:
                 tensor._value.budget = budget
             self._adopt(tensor._value)
@@ -321,6 +320,9 @@ class LazyTensor(torch.Tensor):
         return self._value.prepass
 
     def _adopt(self, value: Value) -> None:
+        program = here.position.program
+        if program is not None:
+            program.is_out = True  # A real tensor cannot become another one.
         self._value.release(self)
         self._held, self._name = value, _name(value)
         value.hold(self)
@@ -359,6 +361,22 @@ class LazyTensor(torch.Tensor):
         value = input_value(real.__deepcopy__(memo), self._value.batch, budget_of([self._value]))
         copy = memo[id(self)] = LazyTensor._wrap(value)
         return copy
+
+
+def range_of_batch(tensor: Any, partial: tuple[int, int]) -> tuple[int, int, int]:
+    """Dimension, begin and length of a range of the batch, for `torch.narrow`."""
+    batch = tensor.batch
+    if batch is None:
+        refuse(
+            f"a range of the batch was asked for, and no batch is known in {list(tensor.shape)}",
+            "value.run(), and slice what it gives; a value that was computed whole does not tell its batch",
+        )
+    if not (isinstance(partial, tuple) and len(partial) == 2 and all(type(each) is int for each in partial)):
+        refuse(f"a range of the batch is (low, high), got {partial!r}", "value.run((0, 2)), value.run(detach=True)")
+    low, high = partial
+    if not 0 <= low <= high <= batch.value:
+        refuse(f"samples {low} to {high} of a batch of {batch.value}", f"0 <= low <= high <= {batch.value}")
+    return batch.index, low, high - low
 
 
 def _name(value: Value) -> int:

@@ -59,7 +59,7 @@ from koila.ir.node import Node, Value
 from koila.ir.replay import ordinary_state
 from koila.ir.source import user_site
 from koila.planning.decide import Decision, decide
-from koila.planning.failures import is_out_of_memory
+from koila.ir.failures import is_out_of_memory
 from koila.planning.in_force import any_forced, decision_for, note_seconds
 
 

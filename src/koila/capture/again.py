@@ -1,0 +1,97 @@
+"""What a followed step would have recorded: asked for by whoever plans or explains a value that was run at once.
+
+*Takes* eager tensors of a step that is followed. *Gives* the lazy tensors that they would be if the step had been
+recorded. The known program says which calls were made since something was run last; they are recorded once more,
+apart from everything else, with empty tensors in place of what they read. Parameters are the user's own.
+
+What is not known any more: a number that varies from step to step is the one that was seen first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from koila.capture.at_once import here
+from koila.capture.bridge import Bridge
+from koila.capture.known import KnownCall, Origin, Seen, tensors_in
+from koila.capture.pending import recorder
+from koila.capture.record import input_value
+from koila.ir.generators import GeneratorState
+from koila.ir.tree import leaves, map_leaves
+
+
+@contextmanager
+def recorded_again(tensors: Sequence[Any]) -> Iterator[list[Any]]:
+    """For each eager tensor the lazy one that it would be; None for what would have been run already.
+
+    They are pending inside of the scope only.
+    """
+    position = here.position
+    calls = _calls_until(position.at)
+    with ExitStack() as stack:
+        stack.enter_context(recorder.apart())
+        made: dict[int, Any] = {}
+        if calls:
+            devices = {origin.device for call in calls for origin in call.results if origin.device is not None}
+            for device in {torch.device("cpu"), *devices}:
+                stack.enter_context(GeneratorState(device).restored())
+            tell = _teller(made)
+            for call in calls:
+                _record(call, tell, made)
+        is_of_part = (each._origin is not None and each._origin.part is position.part for each in tensors)
+        yield [made.get(id(each._origin)) if there else None for each, there in zip(tensors, is_of_part, strict=True)]
+
+
+def _calls_until(call: KnownCall | None) -> list[KnownCall]:
+    """A call and those that led to it, in order; none if one of them was not recorded."""
+    found: list[KnownCall] = []
+    while call is not None and call.before is not None:
+        found.append(call)
+        call = call.before
+    return found[::-1] if all(each.recorded is not None for each in found) else []
+
+
+def _record(call: KnownCall, tell: Callable[[Any], Any], made: dict[int, Any]) -> None:
+    assert call.form is not None
+    func, context, site = call.recorded
+    args, kwargs = map_leaves(call.form.args, tell), map_leaves(call.form.kwargs, tell)
+    operands = {id(leaf) for leaf in leaves((args, kwargs))}
+    with context.enter():
+        result = Bridge.lazy_type.__torch_function__(func, (Bridge.lazy_type,), args, kwargs)
+    fresh = [each for each in tensors_in(result) if type(each) is Bridge.lazy_type and id(each) not in operands]
+    for lazy, origin in zip(fresh, call.results, strict=True):
+        made[id(origin)] = lazy
+        if lazy._value.node is not None:
+            lazy._value.node.site = site
+
+
+def _teller(made: dict[int, Any]) -> Callable[[Any], Any]:
+    """A function that gives the tensor for what stands in its place among known arguments."""
+    others: dict[int, torch.Tensor] = {}
+
+    def tell(leaf: Any) -> Any:
+        if type(leaf) is Origin:
+            if id(leaf) not in made:  # An input, or a result of what was run before.
+                made[id(leaf)] = Bridge.lazy_type._wrap(input_value(_empty_like(leaf), leaf.batch))
+            return made[id(leaf)]
+        if type(leaf) is not Seen:
+            return leaf
+        real = leaf.reference()
+        if real is not None and real.requires_grad:
+            return real
+        key = id(leaf if real is None else real)
+        if key not in others:
+            others[key] = _empty_like(leaf)
+        return others[key]
+
+    return tell
+
+
+def _empty_like(seen: Origin | Seen) -> torch.Tensor:
+    stride = torch.empty(seen.shape, device="meta").stride() if seen.stride is None else seen.stride
+    found = torch.empty_strided(seen.shape, stride, dtype=seen.dtype, device=seen.device)
+    return found.requires_grad_() if seen.requires_grad else found
