@@ -9,12 +9,15 @@ What is not known any more: a number that varies from step to step is the one th
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from sys import getrefcount
 from typing import Any
 
 import torch
 
+from koila._torch import num_owners, without_torch_function
 from koila.capture.at_once import here
 from koila.capture.bridge import Bridge
 from koila.capture.known import KnownCall, Origin, Seen, tensors_in
@@ -42,8 +45,29 @@ def recorded_again(tensors: Sequence[Any]) -> Iterator[list[Any]]:
             tell = _teller(made)
             for call in calls:
                 _record(call, tell, made)
-        is_of_part = (each._origin is not None and each._origin.part is position.part for each in tensors)
-        yield [made.get(id(each._origin)) if there else None for each, there in zip(tensors, is_of_part, strict=True)]
+            del tell
+            made = {name: made[name] for name in _held(position.part) if name in made}
+        yield [made.get(id(each._origin)) if _is_of(each, position.part) else None for each in tensors]
+
+
+def _held(part: object) -> set[int]:
+    """Which results of this part the user holds, by identity: those are values that a lazy step would hold, too."""
+    found = set[int]()
+    with without_torch_function():
+        for each in gc.get_objects():
+            if type(each) is Bridge.eager_type and _is_of(each, part):
+                owned = 1 if num_owners(each) > 1 else 0  # Autograd's graph refers to it, too.
+                if getrefcount(each) > _IN_LOOP + owned:
+                    found.add(id(each._origin))
+    return found
+
+
+_IN_LOOP = next(getrefcount(item) for item in [object()])
+"""How often a thing is referred to that nobody holds: by the list, a variable, and the argument of `getrefcount`."""
+
+
+def _is_of(tensor: Any, part: object) -> bool:
+    return tensor._origin is not None and tensor._origin.part is part
 
 
 def _calls_until(call: KnownCall | None) -> list[KnownCall]:

@@ -43,6 +43,7 @@ from koila.capture.lookup import READING, implementation
 from koila.capture.record import input_value, may_write
 from koila.capture.scan import scan_call
 from koila.interfaces import BatchedPair, BatchInfo
+from koila.ir.failures import is_out_of_memory
 from koila.ir.infer import compute_shape, infer
 from koila.ir.node import Value, function_name
 from koila.ir.prepass import PLAIN_TYPES, PrePass, is_plain, prepass_of
@@ -78,8 +79,8 @@ class EagerTensor(torch.Tensor):
                 if call.matches(args, kwargs):
                     try:
                         result = plain_call(func, types, args, kwargs or _NO_KWARGS)
-                    except Exception:
-                        position.go_astray(f"an error in {function_name(func)}")
+                    except Exception as error:
+                        position.fail(error, function_name(func))
                         raise
                     origin = call.only
                     if (
@@ -177,8 +178,8 @@ class EagerTensor(torch.Tensor):
         try:
             with without_torch_function():
                 _T.backward(self, *args, **kwargs)
-        except Exception:
-            position.go_astray("an error in backward")
+        except Exception as error:
+            position.fail(error, "backward")
             raise
         position.rewind()
 
@@ -353,7 +354,12 @@ def _is_from_program(args: Any, kwargs: Any) -> bool:
 def _run_now(func: Any, args: Any, kwargs: Any) -> Any:
     """Make a call on PyTorch's own engine."""
     with without_torch_function():
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if func in READING or is_out_of_memory(error):
+                here.position.fail(error, function_name(func))
+            raise
         if type(result) is _T and getrefcount(result) == _ALONE and is_plain(result):
             result.__class__ = EagerTensor
         elif isinstance(result, (tuple, list)):

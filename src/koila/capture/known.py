@@ -182,8 +182,8 @@ _COMPARED = (str, torch.dtype, torch.device, torch.memory_format, torch.layout)
 class KnownCall:
     """A call of a program that was recorded before; the root of a program is one without arguments."""
 
-    __slots__ = ("_key", "_varying", "before", "ends_run", "following", "form", "matches", "only", "prepare", "recorded",
-                 "results")  # fmt: skip
+    __slots__ = ("_key", "_varying", "before", "ends_run", "following", "form", "matches", "only", "prepare",
+                 "recorded", "results")  # fmt: skip
 
     def __init__(self, form: Form | None = None, eager: type | None = None, before: KnownCall | None = None) -> None:
         self.following: dict[Any, tuple[KnownCall, ...]] = {}

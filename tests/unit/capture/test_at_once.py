@@ -126,3 +126,46 @@ def test_a_budget_in_the_middle_cuts_the_batch_of_what_was_made_before() -> None
         total = hidden.exp().sum()
         assert torch.allclose(total.run(), (X @ weight).relu().exp().sum())
     assert koila.last_report().num_chunks == 4
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "autograd.backward"])
+def test_out_of_memory_restores_buffers_and_generators(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is made once more has the numbers of one that did not fail."""
+
+    class Fails(torch.autograd.Function):
+        now = False
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            if Fails.now and where == "forward":
+                raise torch.OutOfMemoryError("out of memory")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            if Fails.now and where != "forward":
+                raise torch.OutOfMemoryError("out of memory")
+            return gradient
+
+    koila.pure(Fails)
+
+    def train(make: Callable[..., Any], fails: bool) -> list[torch.Tensor]:
+        model, types = _network(), []
+        torch.manual_seed(7)
+        for step in (0, 1, 2, 3, 3, 4):
+            if not fails and step == 3 and len(types) == 4:
+                continue  # It did not fail.
+            model.zero_grad()
+            Fails.now = fails and step == 3 and len(types) == 3
+            try:
+                loss = Fails.apply(F.cross_entropy(model(make(X)), Y))
+                types.append(type(loss))
+                torch.autograd.backward(loss) if where == "autograd.backward" else loss.backward()
+            except torch.OutOfMemoryError:
+                types += [koila.EagerTensor] * (len(types) == 3)
+        if make is auto:
+            assert types[3] is koila.EagerTensor
+        norm = [model[1].running_mean, model[1].running_var]
+        return [*norm, torch.get_rng_state(), *(parameter.grad for parameter in model.parameters())]
+
+    assert all(map(torch.equal, train(auto, True), train(lambda x: x, False)))
