@@ -18,9 +18,10 @@ from koila._torch import without_torch_function
 from koila._torch.transforms import active_transform
 from koila.capture import eager
 from koila.capture.at_once import Program, here
-from koila.capture.known import Form, KnownCall, Origin
+from koila.capture.known import Form, KnownCall, Origin, Unknowable
 from koila.capture.lookup import implementation
 from koila.ir import source
+from koila.ir.ambient import current_context
 from koila.ir.prepass import is_plain
 from koila.ir.tree import leaves, map_leaves
 
@@ -38,7 +39,18 @@ class _AnyCall(KnownCall):
     def __init__(self) -> None:
         super().__init__()
         self.following = _Following()
-        self.matches = lambda args, kwargs: True
+        self.matches = self._note
+        self.call = KnownCall()
+        """The call that is made now, as the program will know it."""
+
+    def _note(self, args: Any, kwargs: Any) -> bool:
+        try:
+            with without_torch_function():
+                self.call = KnownCall(Form(args, kwargs), eager.EagerTensor, here.position.at)
+            self.call.following = self.following
+        except Unknowable:
+            self.call = self
+        return True
 
     def learn(
         self, func: Any, form: Form, eager: type, results: Sequence[Origin], ends_run: bool
@@ -52,16 +64,17 @@ _ANY = _AnyCall()
 
 def followed(func: Any, call: KnownCall, result: Any) -> Any:
     """In place of `koila.capture.eager._followed`: whatever comes out is what was known."""
-    here.position.at = call
+    here.position.at = call = _ANY.call
     alone = eager._ALONE + 1  # The variable of the caller.
     if type(result) is torch.Tensor and getrefcount(result) == alone and is_plain(result):
         result.__class__ = eager.EagerTensor
     elif isinstance(result, (tuple, list)):
         eager._mark(result)
-    for each in eager._eager_in(result):
-        if each._origin is None:
-            each._origin = _origin(each)
-            each._origin.part = here.position.part
+    made = [each for each in eager._eager_in(result) if each._origin is None]
+    for each in made:
+        each._origin = _origin(each)
+        each._origin.part = here.position.part
+    call.results, call.recorded = tuple(each._origin for each in made), (func, current_context(), source.user_site())
     return result
 
 
@@ -74,21 +87,24 @@ def forced(lazy: Callable[..., Any]) -> Callable[..., Any]:
         usual = budget is not None or eager is not None or is_any_named() or not tensors or active_transform()
         if usual or not all(is_plain(each) and not each.requires_grad for each in tensors):
             return lazy(*values, batch=batch, budget=budget, eager=eager)
-        lazy(*values, batch=batch)  # Its errors and warnings.
+        lazies = leaves(lazy(*values, batch=batch))  # With its errors and warnings.
+        batches = iter([leaf._value.batch for leaf in lazies if isinstance(leaf, torch.Tensor)])
         program = Program(source.user_site(), batch, tensors)
         program.root = _ANY
         here.position.end()
         here.position.follow(program)
-        found = map_leaves(values, _eager)
+        found = map_leaves(values, lambda leaf: _eager(leaf, next(batches)) if isinstance(leaf, torch.Tensor) else leaf)
         return found[0] if len(found) == 1 else found
 
     return make
 
 
-def _eager(leaf: Any) -> Any:
-    return eager.hand_out(leaf, _origin(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+def _eager(tensor: torch.Tensor, batch: int | None) -> torch.Tensor:
+    origin = _origin(tensor)
+    origin.batch = batch
+    return eager.hand_out(tensor, origin)
 
 
 def _origin(tensor: torch.Tensor) -> Origin:
     with without_torch_function():
-        return Origin(tensor.shape, tensor.dtype, tensor.requires_grad)
+        return Origin.of(tensor)

@@ -34,6 +34,7 @@ from koila._torch import (
     without_torch_function,
 )
 from koila._torch.transforms import active_transform
+from koila.capture.advice import leaving_worker
 from koila.capture.again import recorded_again
 from koila.capture.at_once import here, questions
 from koila.capture.bridge import Bridge
@@ -195,6 +196,9 @@ class EagerTensor(torch.Tensor):
     # As plain tensors: what leaves the process, or is shown, has no class of its own.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        leaving = leaving_worker(self.run())
+        if leaving is not None:
+            return leaving
         with _plain(self):
             return self.__reduce_ex__(protocol)
 
