@@ -94,8 +94,9 @@ def runs() -> int:
     return koila.metrics.counter_value("runs")
 
 
-@pytest.mark.asks_laziness("it counts runs of what is pending")
-@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize(
+    "chunk_size", [pytest.param(None, marks=pytest.mark.asks_laziness("it counts runs of what is pending")), 2]
+)
 @pytest.mark.parametrize("name", FORCED)
 def test_data_that_is_asked_for_is_computed_once(name: str, chunk_size: int | None) -> None:
     with chunked(chunk_size):

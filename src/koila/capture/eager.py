@@ -39,7 +39,7 @@ from koila.capture.again import recorded_again
 from koila.capture.at_once import here, questions
 from koila.capture.bridge import Bridge
 from koila.capture.known import KnownCall, Origin
-from koila.capture.lazy import LazyTensor, range_of_batch, refuse
+from koila.capture.lazy import LazyTensor, as_input, range_of_batch, refuse
 from koila.capture.lookup import READING, implementation
 from koila.capture.record import input_value, may_write
 from koila.capture.scan import scan_call
@@ -389,12 +389,7 @@ def _record(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _lazy(leaf: Any) -> Any:
-    if type(leaf) is not EagerTensor:
-        return leaf
-    origin = leaf._origin
-    lazy = LazyTensor._wrap(input_value(leaf.run(), None if origin is None else origin.batch))
-    lazy._origin = origin
-    return lazy
+    return as_input(leaf) if type(leaf) is EagerTensor else leaf
 
 
 def _by_size(func: Any, args: Any, kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ from koila.capture.log import MAX_VALUES, Log
 from koila.capture.lookup import implementation, known_implementations, lookup_function, lookup_method
 from koila.capture.patches import install
 from koila.capture.pending import recorder
-from koila.capture.record import budget_of, input_value, real_of, realize
+from koila.capture.record import budget_of, input_value, may_write, real_of, realize
 from koila.capture.repeat import NOT_KNOWN, repeat
 from koila.capture.template import wrapper_maker
 from koila.errors import CaptureError
@@ -113,6 +113,8 @@ class LazyTensor(torch.Tensor, metaclass=_LazyMeta):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and Bridge.eager_type in types:
+            args, kwargs = _with_inputs(func, args, kwargs or {})
         if here.position.watches and not is_key_excluded(PYTHON_KEY):
             return watch(func, types, args, kwargs)
         handler = known_implementations.get(func) or implementation(func)
@@ -382,6 +384,27 @@ def range_of_batch(tensor: Any, partial: tuple[int, int]) -> tuple[int, int, int
 def _name(value: Value) -> int:
     epoch, number = value.position
     return -1 if epoch < 0 else epoch * MAX_VALUES + number
+
+
+def _with_inputs(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments in which eager tensors that may carry the batch are inputs of the recorded program; a call that may
+    write to them gets the tensors themselves."""
+    if type(implementation(func)) is not partial or may_write(func, kwargs):
+        return args, kwargs
+
+    def swap(leaf: Any) -> Any:
+        is_input = type(leaf) is Bridge.eager_type and leaf._origin is not None and leaf._origin.batch is not None
+        return as_input(leaf) if is_input else leaf
+
+    return map_leaves(args, swap), map_leaves(kwargs, swap)
+
+
+def as_input(eager: Any) -> LazyTensor:
+    """An eager tensor as an input of what is recorded, with the gradient that it has."""
+    origin = eager._origin
+    lazy = LazyTensor._wrap(input_value(eager.run(), None if origin is None else origin.batch))
+    lazy._origin = origin
+    return lazy
 
 
 def real_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import koila
 from koila.errors import CaptureError
 
 auto = partial(koila.lazy, eager="auto")
+lazy = partial(koila.lazy, eager=False)
 
 
 def _network() -> nn.Module:
@@ -63,7 +64,7 @@ QUESTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_questions_have_the_answers_of_a_lazy_step(name: str) -> None:
     found, loss, gradients = _ask(auto, QUESTIONS[name], koila.EagerTensor)
-    wanted, lazy_loss, lazy_gradients = _ask(koila.lazy, QUESTIONS[name], koila.LazyTensor)
+    wanted, lazy_loss, lazy_gradients = _ask(lazy, QUESTIONS[name], koila.LazyTensor)
     assert found == wanted
     assert loss == lazy_loss
     assert all(map(torch.equal, gradients, lazy_gradients))
@@ -90,8 +91,8 @@ def test_methods_of_lazy_tensors_work(name: str) -> None:
                 out.sum().item()
         return type(out), ACTS[name](out)
 
-    (eager, found), (lazy, wanted) = step(auto), step(koila.lazy)
-    assert (eager, lazy) == (koila.EagerTensor, koila.LazyTensor)
+    (eager_type, found), (lazy_type, wanted) = step(auto), step(lazy)
+    assert (eager_type, lazy_type) == (koila.EagerTensor, koila.LazyTensor)
     assert type(found) is torch.Tensor and not found.requires_grad
     assert torch.allclose(found, wanted)
     assert found.shape == wanted.shape
@@ -125,6 +126,22 @@ def test_a_budget_in_the_middle_cuts_the_batch_of_what_was_made_before() -> None
     with koila.budget(chunk_size=16):
         total = hidden.exp().sum()
         assert torch.allclose(total.run(), (X @ weight).relu().exp().sum())
+    assert koila.last_report().num_chunks == 4
+
+
+def test_a_budget_in_the_middle_cuts_every_input() -> None:
+    """An input that comes only as the other operand of a recorded call is cut, too."""
+    given = torch.randn(64, 5)
+    for step in range(4):
+        x, y = auto(X, given)
+        if step < 3:
+            (x.sum() + y.sum()).item()
+    assert type(y) is koila.EagerTensor
+    with koila.budget(chunk_size=16):
+        hidden = x @ torch.ones(6, 5)
+        total = (hidden * y).sum()
+        assert str(koila.graph(total)).count("batch in dim 0") == 2
+        assert torch.allclose(total.run(), ((X @ torch.ones(6, 5)) * given).sum())
     assert koila.last_report().num_chunks == 4
 
 
