@@ -35,6 +35,10 @@ def recorded_again(tensors: Sequence[Any]) -> Iterator[list[Any]]:
     """
     position = here.position
     calls = _calls_until(position.at)
+    if calls is None:
+        if position.program is not None:
+            position.program.is_out = True  # The next step is lazy, and can answer.
+        calls = []
     with ExitStack() as stack:
         stack.enter_context(recorder.apart())
         made: dict[int, Any] = {}
@@ -70,13 +74,15 @@ def _is_of(tensor: Any, part: object) -> bool:
     return tensor._origin is not None and tensor._origin.part is part
 
 
-def _calls_until(call: KnownCall | None) -> list[KnownCall]:
-    """A call and those that led to it, in order; none if one of them was not recorded."""
+def _calls_until(call: KnownCall | None) -> list[KnownCall] | None:
+    """A call and those that led to it, in order; None if there were other calls between them that are not known."""
     found: list[KnownCall] = []
     while call is not None and call.before is not None:
         found.append(call)
         call = call.before
-    return found[::-1] if all(each.recorded is not None for each in found) else []
+    arguments = [leaf for each in found if each.form is not None for leaf in leaves((each.form.args, each.form.kwargs))]
+    is_whole = not any(type(leaf) is Seen and leaf.is_pending for leaf in arguments)
+    return found[::-1] if is_whole and all(each.recorded is not None for each in found) else None
 
 
 def _record(call: KnownCall, tell: Callable[[Any], Any], made: dict[int, Any]) -> None:
@@ -109,7 +115,8 @@ def _teller(made: dict[int, Any]) -> Callable[[Any], Any]:
             return real
         key = id(leaf if real is None else real)
         if key not in others:
-            others[key] = _empty_like(leaf)
+            empty = _empty_like(leaf)
+            others[key] = empty if leaf.batch is None else Bridge.lazy_type._wrap(input_value(empty, leaf.batch))
         return others[key]
 
     return tell

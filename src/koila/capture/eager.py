@@ -368,11 +368,21 @@ def _run_now(func: Any, args: Any, kwargs: Any) -> Any:
             result.__class__ = EagerTensor
         elif isinstance(result, (tuple, list)):
             _mark(result)
+    if isinstance(result, (torch.Tensor, tuple, list)) and _is_from_program(args, kwargs):
+        _continue(result)
     if func in READING:
         for leaf in leaves(args):
             if type(leaf) is EagerTensor:
                 _read(leaf)
     return result
+
+
+def _continue(result: Any) -> None:
+    """Results of a call that is not in the tree, and of which operands are: what is computed from them is looked at."""
+    with without_torch_function():
+        for each in _eager_in(result):
+            if each._origin is None:
+                each._origin = Origin(each.shape, each.dtype, each.requires_grad)
 
 
 def _read(tensor: EagerTensor) -> None:

@@ -53,12 +53,16 @@ class Origin:
 class Seen:
     """A tensor among the arguments of a known call that is no result of the program: a parameter, a buffer, a mask."""
 
-    __slots__ = ("device", "dtype", "reference", "requires_grad", "shape", "stride")
+    __slots__ = ("batch", "device", "dtype", "is_pending", "reference", "requires_grad", "shape", "stride")
 
     def __init__(self, tensor: Any) -> None:
         self.reference = weakref.ref(tensor)
         self.shape, self.stride, self.dtype = torch.Size(tensor.shape), tensor.stride(), tensor.dtype
         self.device, self.requires_grad = tensor.device, tensor.requires_grad
+        value = tensor._value if hasattr(tensor, "_held") else None
+        self.is_pending = value is not None and value.real is None
+        """Whether it was lazy, and made by a call that is not known: of an `autograd.Function` that is pure."""
+        self.batch: int | None = None if value is None else value.batch
 
 
 class Unknowable(Exception):

@@ -145,6 +145,43 @@ def test_a_budget_in_the_middle_cuts_every_input() -> None:
     assert koila.last_report().num_chunks == 4
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def test_a_budget_is_obeyed_behind_calls_that_are_not_recorded() -> None:
+    for act in (lambda x: x.detach(), lambda x: x.data, Twice.apply):
+        here.clear()
+        for step in range(4):
+            x = auto(X)
+            if step < 3:
+                (x * 2).sum().item()
+        other = act(x)
+        assert type(other) is koila.EagerTensor
+        with koila.budget(chunk_size=16):
+            assert type(other * 2) is koila.LazyTensor
+
+
+def test_a_program_with_a_function_is_planned_whole_or_not_at_all() -> None:
+    """What a pure Function computes is not known: the first question has no answer, and after it steps are lazy."""
+    weight = torch.ones(6, requires_grad=True)
+    for step in range(6):
+        loss = Twice.apply(auto(X) * weight).sum()
+        assert (type(loss) is koila.EagerTensor) == (step in (2, 3))
+        if step == 3:
+            with pytest.raises(koila.KoilaError, match="nothing to plan"):
+                koila.plan(loss)
+        if step > 3:
+            assert len(koila.graph(loss).nodes) == 3
+        loss.backward()
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "autograd.backward"])
 def test_out_of_memory_restores_buffers_and_generators(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is made once more has the numbers of one that did not fail."""
