@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import koila
+from koila.capture.at_once import here
 from koila.errors import CaptureError
 
 auto = partial(koila.lazy, eager="auto")
