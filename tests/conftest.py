@@ -13,10 +13,11 @@ import torch
 
 import koila
 from koila._warnings import forget_warnings
+from koila.capture import eager
 from koila.capture.at_once import here
 from koila.capture.pending import recorder
 from koila.planning import trials
-from tests.forced import forced
+from tests.forced import followed, forced
 from tests.seeding import seed_present_devices_only
 
 DEVICE = os.environ.get("KOILA_DEVICE", "cpu")
@@ -62,7 +63,13 @@ NOT_ON_DEVICES = {
 """By a part of a test's name, why it makes no sense on the simulated accelerator."""
 
 
+FORCED = os.environ.get("KOILA_EAGER") == "forced"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items if FORCED else ():
+        for mark in item.iter_markers("asks_laziness"):
+            item.add_marker(pytest.mark.skip(reason=f"it asks for laziness: {mark.args[0]}"))
     for item in items if DEVICE != "cpu" else ():
         for part, reason in NOT_ON_DEVICES.items():
             if part in item.nodeid:
@@ -92,11 +99,13 @@ class _Generator(torch.Generator):
 def eager_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """`KOILA_EAGER=forced` runs tests on eager tensors whose calls all run at once, known or not.
 
-    `KOILA_EAGER=auto`, which koila itself reads, says that of steps that repeat, and few tests have any.
+    `KOILA_EAGER=auto`, which koila itself reads, says that of steps that repeat, and few tests have any. Tests that ask
+    that something has not run yet are marked with `asks_laziness` and left out.
     """
-    if os.environ.get("KOILA_EAGER") == "forced":
+    if FORCED:
         monkeypatch.delenv("KOILA_EAGER")
         monkeypatch.setattr(koila, "lazy", forced(koila.lazy))
+        monkeypatch.setattr(eager, "_followed", followed)
 
 
 @pytest.fixture(autouse=True)

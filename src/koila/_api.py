@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -27,6 +28,7 @@ from koila._budget import (
     variable,
 )
 from koila.analysis.custom import add_rule
+from koila.capture.again import recorded_again
 from koila.capture.bridge import Bridge
 from koila.capture.eager import EagerTensor
 from koila.capture.gradients import BackwardRequest
@@ -143,13 +145,15 @@ def run(value: Any, partial: tuple[int, int] | None = None, *, detach: bool = Fa
     """
     if partial is not None:
         value = map_leaves(value, lambda leaf: _samples(leaf, partial))
-    pending = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
+    pending = [leaf._value for leaf in leaves(value) if type(leaf) is LazyTensor]
     Bridge.realizer.materialize(pending, "run")
     return map_leaves(value, lambda leaf: _result(leaf, detach))
 
 
 def _samples(leaf: Any, partial: tuple[int, int]) -> Any:
-    return leaf._samples(partial) if isinstance(leaf, LazyTensor) and leaf.ndim else leaf
+    if not isinstance(leaf, LazyTensor) or not leaf.ndim:
+        return leaf
+    return leaf._samples(partial) if type(leaf) is LazyTensor else leaf.run(partial)
 
 
 def _result(leaf: Any, detach: bool) -> Any:
@@ -183,7 +187,17 @@ def stream(value: LazyTensor, chunk_size: int | None = None, *, budget: object =
     named = _named(value, budget, total, chunk_size, offload)
     if named.is_default:
         named = replace(named, chunk_size=1, is_default=False)
-    yield from _engine.stream(value._value, named)
+    if type(value) is LazyTensor:
+        yield from _engine.stream(value._value, named)
+    else:
+        yield from _pieces(value, named)
+
+
+def _pieces(value: Any, named: Budget) -> Iterator[torch.Tensor]:
+    """The chunks of a value that was run at once already."""
+    batch, real = value.batch, value.run(detach=True)
+    size = named.chunk_size or (real.shape[0] if real.ndim else 1)
+    yield from [real] if batch is None else real.split(size, batch.index)
 
 
 def pure(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
@@ -277,7 +291,7 @@ def keep(value: Any) -> Any:
     >>> out = keep(lazy(torch.ones(2)) * 2)
     """
     for leaf in leaves(value):
-        if isinstance(leaf, LazyTensor):
+        if type(leaf) is LazyTensor:
             leaf._value.keep = True
     return value
 
@@ -304,8 +318,9 @@ def explain(value: Any, *, backward: bool = False, budget: object = None, total:
     >>> print(explain(lazy(torch.ones(4, 2)).sum(1)).num_phases)
     1
     """
-    task = _task(value, backward, _named(value, budget, total, chunk_size, offload), device)
-    found = explanation(task.job, decision_of(task), alternatives=html is not None)
+    with _lazily(value) as lazy:
+        task = _task(lazy, backward, _named(lazy, budget, total, chunk_size, offload), device)
+        found = explanation(task.job, decision_of(task), alternatives=html is not None)
     if html is not None:
         found.save(html)
     return found
@@ -346,8 +361,9 @@ def plan(value: Any, *, backward: bool = False, budget: object = None, total: ob
     >>> print(plan(lazy(torch.ones(8, 4)).sum(), budget="2KiB").chunk_size)
     8
     """
-    task = _task(value, backward, _named(value, budget, total, chunk_size, offload), device)
-    return planned_run(task.job, decision_of(task))
+    with _lazily(value) as lazy:
+        task = _task(lazy, backward, _named(lazy, budget, total, chunk_size, offload), device)
+        return planned_run(task.job, decision_of(task))
 
 
 def _named(value: Any, budget: object, total: object, chunk_size: object, offload: object) -> Budget:
@@ -360,7 +376,19 @@ def _named(value: Any, budget: object, total: object, chunk_size: object, offloa
 
 
 def _pending(value: Any) -> list[Value]:
-    return [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
+    return [leaf._value for leaf in leaves(value) if type(leaf) is LazyTensor]
+
+
+@contextmanager
+def _lazily(value: Any) -> Iterator[Any]:
+    """A structure in which values that were run at once are pending, as they would be if they had been recorded."""
+    eager = [leaf for leaf in leaves(value) if type(leaf) is EagerTensor]
+    if not eager:
+        yield value
+        return
+    with recorded_again(eager) as again:
+        lazies = {id(tensor): lazy for tensor, lazy in zip(eager, again, strict=True) if lazy is not None}
+        yield map_leaves(value, lambda leaf: lazies.get(id(leaf), leaf))
 
 
 def _task(value: Any, backward: bool, named: Budget, device: str | torch.device | None) -> Task:
@@ -407,8 +435,8 @@ def graph(value: Any) -> Graph:
     >>> print(len(graph(lazy(torch.ones(2)) + 1).nodes))
     1
     """
-    wanted: list[Value] = [leaf._value for leaf in leaves(value) if isinstance(leaf, LazyTensor)]
-    found = collect(wanted, [])
+    with _lazily(value) as lazy:
+        found = collect(_pending(lazy), [])
     verify(found)
     return found
 

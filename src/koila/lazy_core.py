@@ -152,7 +152,7 @@ class CompiledProgram:
     """A recorded program as a function of its inputs; see `compile_program`."""
 
     def __init__(self, value: Any, inputs: Sequence[LazyTensor] | None) -> None:
-        self._result = map_leaves(value, lambda leaf: leaf._value if isinstance(leaf, LazyTensor) else leaf)
+        self._result = map_leaves(value, lambda leaf: leaf._value if type(leaf) is LazyTensor else leaf)
         self._graph: Graph = graph(value)
         read = list(_inputs_of(self._graph))
         self._inputs = read if inputs is None else [tensor._value for tensor in inputs]

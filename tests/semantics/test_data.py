@@ -77,6 +77,7 @@ def test_an_alias_that_was_taken_earlier_is_seen() -> None:
     equal(found.run().detach(), expected)
 
 
+@pytest.mark.asks_laziness("the value is pending until what it reads is written")
 def test_a_write_to_something_else_forces_nothing() -> None:
     weight, other = data(4, 4), data(4, 4)
     found = koila.lazy(data(7, 4)) @ weight
@@ -311,6 +312,7 @@ def test_data_and_detach_of_lazy_values_are_aliases(budget: dict[str, Any]) -> N
         equal(mine.detach(), theirs.detach())
 
 
+@pytest.mark.asks_laziness("only a pending value has no data that could be replaced")
 def test_data_of_a_lazy_value_cannot_be_replaced() -> None:
     x = koila.lazy(data(7, 4))
     with pytest.raises(koila.CaptureError, match=r"assigning \.data is not possible on a lazy tensor"):

@@ -91,11 +91,15 @@ def test_values_that_need_a_gradient_are_refused_with_eagers_words() -> None:
         torch.from_dlpack(value)
 
 
-def test_a_deep_copy_is_lazy_and_apart() -> None:
+@pytest.mark.asks_laziness("the copy is lazy; that of a value which is there is a plain tensor")
+def test_a_deep_copy_is_lazy() -> None:
+    assert isinstance(copy.deepcopy(koila.lazy(data())), koila.LazyTensor)
+
+
+def test_a_deep_copy_is_apart() -> None:
     x = koila.lazy(data().clone())
     twin = copy.deepcopy(x)
     x.add_(1.0)
-    assert isinstance(twin, koila.LazyTensor)
     assert torch.equal(koila.run(twin), data()) and torch.equal(koila.run(x), data() + 1)
 
 

@@ -94,19 +94,29 @@ def runs() -> int:
     return koila.metrics.counter_value("runs")
 
 
-@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize(
+    "chunk_size", [pytest.param(None, marks=pytest.mark.asks_laziness("it counts runs of what is pending")), 2]
+)
 @pytest.mark.parametrize("name", FORCED)
 def test_data_that_is_asked_for_is_computed_once(name: str, chunk_size: int | None) -> None:
+    with chunked(chunk_size):
+        value = pending()
+        FORCED[name](value)
+        assert runs() > 0, "it was computed"
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("name", FORCED)
+def test_data_that_is_asked_for_is_eagers(name: str, chunk_size: int | None) -> None:
     eager = torch.arange(6.0).view(3, 2).add(1).mul(2)
     expected = torch.Size([3, 2]) if "run" in name else FORCED[name](eager)
     with chunked(chunk_size):
-        value = pending()
-        found = FORCED[name](value)
-        assert runs() > 0, "it was computed"
+        found = FORCED[name](pending())
         assert not isinstance(found, koila.LazyTensor) or name == "and"
         assert repr(found) == repr(expected)
 
 
+@pytest.mark.asks_laziness("it asks whether the value is pending still")
 @pytest.mark.parametrize("name", QUIET)
 def test_what_needs_no_data_computes_nothing(name: str) -> None:
     value = pending()
@@ -128,6 +138,7 @@ def test_what_needs_no_data_is_said_as_eager_says_it(name: str) -> None:
         assert torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs
 
 
+@pytest.mark.asks_laziness("it shows a value that is pending")
 def test_repr_shows_the_value_once_it_is_there() -> None:
     value = pending()
     assert repr(value) == "LazyTensor([3, 2], dtype=torch.float32, device=cpu, pending)"
@@ -137,6 +148,7 @@ def test_repr_shows_the_value_once_it_is_there() -> None:
     )
 
 
+@pytest.mark.asks_laziness("it shows a value that is pending")
 def test_repr_of_a_value_with_a_gradient_or_a_pending_write() -> None:
     weight = torch.ones(2, requires_grad=True)
     value = koila.lazy(torch.ones(2)) * weight
@@ -151,6 +163,7 @@ def test_repr_of_a_value_with_a_gradient_or_a_pending_write() -> None:
     assert runs() == 0
 
 
+@pytest.mark.asks_laziness("it shows a value that is pending")
 def test_a_notebook_shows_what_repr_shows() -> None:
     value = koila.lazy(torch.ones(2)) > 0
     assert value._repr_html_() == "<pre>LazyTensor([2], dtype=torch.bool, device=cpu, pending)</pre>"
@@ -161,6 +174,7 @@ def test_a_notebook_shows_what_repr_shows() -> None:
     assert "&lt;" in escaped._repr_html_() and "<M" not in escaped._repr_html_()
 
 
+@pytest.mark.asks_laziness("it counts runs of what is pending")
 def test_two_questions_are_one_run() -> None:
     value = pending()
     total = value.sum()

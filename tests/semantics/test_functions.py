@@ -348,6 +348,7 @@ class Limited(Function):
         return gradient * LIMIT
 
 
+@pytest.mark.asks_laziness("the constant changes while the call is pending")
 @pytest.mark.semantics("S13", "S18")
 def test_a_constant_that_changes_while_a_call_is_pending_is_an_error(
     budget: Any, monkeypatch: pytest.MonkeyPatch
@@ -578,6 +579,7 @@ def test_a_verdict_does_not_keep_a_function_alive() -> None:
     assert [reference() for reference in kept] == [None, None]
 
 
+@pytest.mark.asks_laziness("only a pending tensor would lose its gradient; eager takes it for a constant")
 @pytest.mark.semantics("S13")
 def test_a_lazy_tensor_from_outside_of_a_function_is_an_error() -> None:
     mask = koila.lazy(torch.ones(3)) * 2

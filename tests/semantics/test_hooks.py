@@ -239,6 +239,7 @@ def test_a_program_with_hooks_runs_whole_visibly() -> None:
     assert events.counters()["fallback::hooks on lazy values see whole gradients"] == 1
 
 
+@pytest.mark.asks_laziness("the value was computed in chunks, after it was recorded")
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("method", ["retain_grad", "register_hook", "grad_fn"])
 def test_a_hook_that_would_be_dropped_is_an_error(method: str, keeps: bool) -> None:

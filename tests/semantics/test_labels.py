@@ -80,6 +80,7 @@ def test_the_error_of_a_step_names_its_line(num_good: int) -> None:
     assert [_line_of("F.embedding(places") in note for note in raised.value.__notes__] == [True]
 
 
+@pytest.mark.asks_laziness("the error comes when a piece is computed, not at the call")
 def test_the_error_of_a_streamed_value_names_its_line() -> None:
     table, places = torch.randn(5, 3), koila.lazy(torch.tensor([0, 1, 2, 4, 3, 5]))
     pieces = koila.stream(F.embedding(places, table) * 2, chunk_size=4)

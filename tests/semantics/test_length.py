@@ -63,6 +63,7 @@ def test_a_chain_of_calls_costs_in_proportion_to_its_length(grad: bool) -> None:
     assert chain(LENGTHS[1], grad) == pytest.approx(12.0)
 
 
+@pytest.mark.asks_laziness("it counts pending nodes")
 def test_a_chain_that_nobody_reads_is_forgotten() -> None:
     before = num_nodes()
     value = koila.lazy(torch.ones(3, 2))

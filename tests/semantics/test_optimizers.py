@@ -259,6 +259,7 @@ def test_a_loop(loop: Callable[..., Any]) -> None:
     same_as_eager(program, (2,), in_bytes=loop in (_in_backward, _sam))
 
 
+@pytest.mark.asks_laziness("a budget refuses what is pending")
 def test_a_step_is_not_refused_for_a_value_that_nobody_has_read() -> None:
     """What is pending on the parameters and fits no budget: the step is made, and the read is refused."""
     torch.manual_seed(0)

@@ -78,6 +78,7 @@ class Probe(RunMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.asks_laziness("the call runs later than it is recorded")
 @pytest.mark.semantics("S15")
 @pytest.mark.parametrize("name", STATES)
 def test_a_late_call_finds_the_state_of_its_recording(name: str) -> None:

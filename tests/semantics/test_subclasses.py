@@ -202,6 +202,7 @@ def test_a_write_into_another_class_runs_what_reads_it() -> None:
     equal(tagged.as_subclass(torch.Tensor), data(7, 4, seed=1) + data(7, 4))
 
 
+@pytest.mark.asks_laziness("it asks whether the value is pending")
 def test_parameters_and_buffers_are_plain() -> None:
     weight, buffer = nn.Parameter(data(4)), nn.Buffer(data(4))
     found = koila.lazy(data(7, 4)) * weight + buffer

@@ -188,6 +188,7 @@ def _is_in_callback(frame: FrameType | None) -> bool:
     return False
 
 
+@pytest.mark.asks_laziness("the interrupt comes in the run of what is pending")
 @pytest.mark.parametrize(
     "scope",
     [nullcontext, lambda: koila.budget(chunk_size=2), lambda: koila.budget("32KiB")],
@@ -221,6 +222,7 @@ def test_an_interrupt_between_any_two_lines(scope: Scope) -> None:
     assert False in outcomes
 
 
+@pytest.mark.asks_laziness("the interrupt comes in the run of what is pending")
 @pytest.mark.parametrize("read", [False, True], ids=["backward", "read first"])
 def test_an_interrupt_before_every_line_of_a_prepared_run(read: bool) -> None:
     wanted = _net()
@@ -249,6 +251,7 @@ def test_an_interrupt_before_every_line_of_a_prepared_run(read: bool) -> None:
         assert_same(_state(net), committed)
 
 
+@pytest.mark.asks_laziness("the interrupt comes in the run of what is pending")
 @MODES
 def test_a_signal_in_the_middle_of_a_run(scope: Scope) -> None:
     class Signal(RunMode):

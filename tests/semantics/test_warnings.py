@@ -174,6 +174,7 @@ def test_lazy_tensors_that_leave_a_worker_are_said() -> None:
     assert_one(found, line_of("koila.lazy", collate), "computed there", "for x, y in loader")
 
 
+@pytest.mark.asks_laziness("it is said of a program of which nothing could be recorded")
 def test_a_program_that_ran_eagerly_as_a_whole_is_said() -> None:
     with recorded() as found:
         for _ in range(2):

@@ -33,7 +33,10 @@ from koila.capture.known import Form, KnownCall, Origin, Unknowable, tensors_in
 from koila.capture.lookup import implementation
 from koila.capture.pending import recorder
 from koila.capture.record import may_write
+from koila.ir.ambient import current_context
 from koila.ir.cache import register
+from koila.ir.failures import is_out_of_memory
+from koila.ir.generators import GeneratorState
 from koila.ir.source import Site, user_frame, user_site
 from koila.ir.tree import leaves
 
@@ -57,7 +60,7 @@ class Program:
 
     def __init__(self, site: Site, batch: Any, tensors: Sequence[torch.Tensor]) -> None:
         self.site, self.batch = site, batch
-        self.inputs = tuple(Origin(tensor.shape, tensor.dtype, False) for tensor in tensors)
+        self.inputs = tuple(map(Origin.of, tensors))
         self._layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
         self.root = KnownCall()
         self.num_calls = 0
@@ -98,7 +101,7 @@ class Position:
     """Where a thread stands in its step."""
 
     __slots__ = ("at", "epoch", "gradient_bytes", "has_news", "has_recorded", "is_lazy", "made_bytes", "part",
-                 "program", "seen", "watches")  # fmt: skip
+                 "program", "saved", "seen", "watches")  # fmt: skip
 
     def __init__(self) -> None:
         self.at: KnownCall | None = None
@@ -120,6 +123,8 @@ class Position:
         self.made_bytes = 0
         self.gradient_bytes: dict[int, int] = {}
         """Bytes of the parameters that were used, by identity."""
+        self.saved: dict[Any, Callable[[], None]] = {}
+        """What the followed calls of this part changed: functions that change it back, for when memory runs out."""
 
     # Steps.
 
@@ -135,6 +140,7 @@ class Position:
         """A step begins that is followed."""
         program.num_followed += 1
         self.program, self.part, self.at, self.is_lazy, self.watches = program, object(), program.root, False, False
+        self.saved = {}
 
     def end(self) -> None:
         """The step has ended."""
@@ -152,7 +158,7 @@ class Position:
 
     def rewind(self) -> None:
         """What was pending has been run, or would have been: what comes next is the beginning of a program."""
-        self.part = object()
+        self.part, self.saved = object(), {}
         if self.program is not None:
             if self.at is not None:
                 self.at = self.program.root
@@ -168,6 +174,15 @@ class Position:
         self.at, self.seen = None, self.at
         self.epoch, self.watches, self.is_lazy, self.has_news = recorder.place.log.epoch, True, True, True
         self.has_recorded = True
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """A call of a step that is followed raised an error; if memory has run out, buffers and generators are again
+        as they were when this part of the step began (Rule 4)."""
+        if self.at is not None and is_out_of_memory(error):
+            for restore in self.saved.values():
+                restore()
+        self.saved = {}
+        self.go_astray(f"an error in {where}")
 
     # Watching.
 
@@ -191,13 +206,18 @@ class Position:
         func, args, kwargs = call
         operands = [leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
         fresh = [each for each in found if type(each) is Bridge.lazy_type and all(each is not o for o in operands)]
-        origins = [Origin(torch.Size(lazy.shape), lazy.dtype, lazy.requires_grad) for lazy in fresh]
+        origins = [Origin.of(lazy) for lazy in fresh]
+        for origin in origins:
+            origin.batch = _batch_like(origin.shape, operands)
         try:
             self.seen, is_new = seen.learn(func, Form(args, kwargs), Bridge.eager_type, origins, ends_run)
         except Unknowable:
             events.count("at once::a call that cannot be recognised", site=user_site())
             program.is_out = True
             return
+        if self.seen.recorded is None:
+            self.seen.recorded = func, current_context(), user_site()
+            _save_before(self.seen, operands, fresh)
         program.num_calls += is_new
         program.is_out = program.is_out or program.num_calls > MAX_CALLS
         self.has_news = self.has_news or is_new
@@ -283,6 +303,50 @@ def trace_inputs(lazies: Sequence[Any]) -> None:
     if program is not None and here.position.watches:
         for lazy, origin in zip(lazies, program.inputs, strict=True):
             lazy._origin = origin
+            origin.batch = lazy._value.batch
+
+
+def _save_before(call: KnownCall, operands: Sequence[Any], fresh: Sequence[Any]) -> None:
+    """Let a call that draws random numbers, or writes to a buffer, note before it is made what it changes."""
+    node = fresh[0]._value.node if fresh else None
+    if node is None:
+        return
+    hidden = [node.operands[index] for index in node.inference.hidden_writes]
+    written = [place for place, each in enumerate(operands) if any(each is real for real in hidden)]
+    devices = {each.device for each in fresh} if node.inference.draws else set()
+    if not (written or devices):
+        return
+
+    def save(args: Any, kwargs: Any) -> bool:
+        saved = here.position.saved
+        for device in devices:
+            if device not in saved:
+                state = GeneratorState(device)
+                saved[device] = partial(state.write, state.read())
+        if written:
+            tensors = [leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
+            for tensor in (tensors[place] for place in written):
+                if id(tensor) not in saved:
+                    saved[id(tensor)] = partial(_write, tensor, tensor.detach().clone())
+        return True
+
+    call.prepare_with(save, Bridge.eager_type)
+
+
+def _write(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(before)
+
+
+def _batch_like(shape: torch.Size, operands: Sequence[Any]) -> int | None:
+    """Where the batch of a result may be: a dimension in which it is as long as an operand is in its batch."""
+    for operand in operands:
+        origin = getattr(operand, "_origin", None)
+        if origin is None or origin.batch is None or len(shape) <= origin.batch:
+            continue
+        if shape[origin.batch] == origin.shape[origin.batch]:
+            return int(origin.batch)
+    return None
 
 
 def _add_program(

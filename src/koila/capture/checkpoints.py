@@ -34,7 +34,7 @@ def patch_checkpoint() -> None:
 
     @wraps(original)
     def around(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if _is_recorded((args, kwargs)):
+        if is_recorded((args, kwargs)):
             yield
         else:  # It is recomputed from what PyTorch keeps here: real tensors.
             yield from original(function, *map_leaves(args, _real), **map_leaves(kwargs, _real))
@@ -44,7 +44,7 @@ def patch_checkpoint() -> None:
 
 def reentrant_checkpoint(original: Callable[..., Any], function: Any, preserves: bool, *args: Any) -> Any:
     """`CheckpointFunction.apply` with lazy arguments; `original` is PyTorch's `Function.apply`."""
-    if _is_recorded(args):
+    if is_recorded(args):
         return function(*args)
     kind = torch.utils.checkpoint.CheckpointFunction
 
@@ -58,10 +58,14 @@ def _real(leaf: Any) -> Any:
     return realize(leaf._value, _WHY) if type(leaf) is Bridge.lazy_type else leaf
 
 
-def _is_recorded(arguments: Any) -> bool:
-    """Whether a checkpointed function is recorded: an argument is lazy, and a budget in force (Rule 6: counted)."""
-    values = [leaf._value for leaf in leaves(arguments) if type(leaf) is Bridge.lazy_type]
-    if not values:
+def is_recorded(arguments: Any) -> bool:
+    """Whether a checkpointed function is recorded: an argument is lazy, and a budget in force (Rule 6: counted).
+
+    Where an argument is eager, its first call is recorded in this budget, and all that follow it.
+    """
+    found = list(leaves(arguments))
+    values = [leaf._value for leaf in found if type(leaf) is Bridge.lazy_type]
+    if not values and not any(type(leaf) is Bridge.eager_type for leaf in found):
         return False
     given, site = budget_of(values), user_site()
     is_recorded = not current_budget([] if given is None else [given]).is_default

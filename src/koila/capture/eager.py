@@ -12,6 +12,7 @@ user holds (an operand that is returned, `out=`, a parameter) stays what it is.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,17 +34,20 @@ from koila._torch import (
     without_torch_function,
 )
 from koila._torch.transforms import active_transform
+from koila.capture.advice import leaving_worker
+from koila.capture.again import recorded_again
 from koila.capture.at_once import here, questions
 from koila.capture.bridge import Bridge
 from koila.capture.known import KnownCall, Origin
-from koila.capture.lazy import LazyTensor
+from koila.capture.lazy import LazyTensor, as_input, range_of_batch, refuse
 from koila.capture.lookup import READING, implementation
 from koila.capture.record import input_value, may_write
 from koila.capture.scan import scan_call
-from koila.interfaces import BatchInfo
+from koila.interfaces import BatchedPair, BatchInfo
+from koila.ir.failures import is_out_of_memory
 from koila.ir.infer import compute_shape, infer
-from koila.ir.node import function_name
-from koila.ir.prepass import PLAIN_TYPES, is_plain, prepass_of
+from koila.ir.node import Value, function_name
+from koila.ir.prepass import PLAIN_TYPES, PrePass, is_plain, prepass_of
 from koila.ir.replay import current_context
 from koila.ir.tree import leaves, map_leaves
 
@@ -76,8 +80,8 @@ class EagerTensor(torch.Tensor):
                 if call.matches(args, kwargs):
                     try:
                         result = plain_call(func, types, args, kwargs or _NO_KWARGS)
-                    except Exception:
-                        position.go_astray(f"an error in {function_name(func)}")
+                    except Exception as error:
+                        position.fail(error, function_name(func))
                         raise
                     origin = call.only
                     if (
@@ -101,15 +105,63 @@ class EagerTensor(torch.Tensor):
         """Call a function to which eager tensors are plain ones; tensors that it makes become eager."""
         return _run_now(function, args, kwargs)
 
-    def run(self) -> torch.Tensor:
-        """The real tensor itself."""
+    def run(self, partial: tuple[int, int] | None = None, *, detach: bool = False) -> torch.Tensor:
+        """The real tensor itself, or some of its samples; see `LazyTensor.run`."""
+        wanted = None if partial is None else range_of_batch(self, partial)
         with without_torch_function():
-            return self.as_subclass(torch.Tensor)
+            real = self.as_subclass(torch.Tensor)
+            real = real if wanted is None else real.narrow(*wanted)
+            return real.detach() if detach else real
 
     @property
     def batch(self) -> BatchInfo | None:
-        """A real tensor has no recorded batch."""
-        return None
+        """The batch dimension, as `LazyTensor.batch`: known for an input of a step that runs at once, proved for what
+        was made since something was run; None for any other real tensor."""
+        position = here.position
+        if position.program is None or self._origin is None:
+            return None
+        if self._origin in position.program.inputs and self._origin.batch is not None:
+            return BatchInfo(self._origin.batch, self.shape[self._origin.batch])
+        with recorded_again([self]) as (lazy,):
+            return None if lazy is None else lazy.batch
+
+    def buffer_memory(self) -> BatchedPair:
+        """As `LazyTensor.buffer_memory`."""
+        with recorded_again([self]) as (lazy,):
+            return BatchedPair(0, 0) if lazy is None else lazy.buffer_memory()
+
+    def prepass(self) -> PrePass:
+        """As `LazyTensor.prepass`."""
+        return prepass_of(self.run())
+
+    def to_tensor(self, detached: bool = False) -> torch.Tensor:
+        """As `LazyTensor.to_tensor`."""
+        return self.run().detach().clone() if detached else self.run()
+
+    def data_value(self) -> Value:
+        """A value that is this real tensor."""
+        return input_value(self.run())
+
+    def set_tensor(self, tensor: torch.Tensor) -> None:
+        """Not possible on a real tensor; from the next step on the program is lazy, and it is."""
+        program = here.position.program
+        if program is not None:
+            program.is_out = True
+        refuse("set_tensor is not possible on a tensor of a step that runs at once", "koila.lazy(x, eager=False)")
+
+    def update_from_tensor(self, tensor: torch.Tensor, sync: bool = False) -> None:
+        """As `set_tensor`."""
+        self.set_tensor(tensor)
+
+    def shallow_copy_to(self, destination: LazyTensor) -> None:
+        """As `LazyTensor.shallow_copy_to`."""
+        destination.set_tensor(self)
+
+    def update_from_tensor_out(self, tensor: torch.Tensor) -> None:
+        """As `LazyTensor.update_from_tensor_out`."""
+        if tensor.shape != self.shape:
+            refuse(f"cannot write {list(tensor.shape)} into a tensor of shape {list(self.shape)}", "x = tensor")
+        self.copy_(tensor)
 
     # What most programs ask for, without the way through PyTorch's own dispatch.
 
@@ -127,8 +179,8 @@ class EagerTensor(torch.Tensor):
         try:
             with without_torch_function():
                 _T.backward(self, *args, **kwargs)
-        except Exception:
-            position.go_astray("an error in backward")
+        except Exception as error:
+            position.fail(error, "backward")
             raise
         position.rewind()
 
@@ -144,6 +196,9 @@ class EagerTensor(torch.Tensor):
     # As plain tensors: what leaves the process, or is shown, has no class of its own.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        leaving = leaving_worker(self.run())
+        if leaving is not None:
+            return leaving
         with _plain(self):
             return self.__reduce_ex__(protocol)
 
@@ -154,6 +209,9 @@ class EagerTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with _plain(self):
             return repr(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
     def __format__(self, spec: str) -> str:
         _read(self)
@@ -300,16 +358,31 @@ def _is_from_program(args: Any, kwargs: Any) -> bool:
 def _run_now(func: Any, args: Any, kwargs: Any) -> Any:
     """Make a call on PyTorch's own engine."""
     with without_torch_function():
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if func in READING or is_out_of_memory(error):
+                here.position.fail(error, function_name(func))
+            raise
         if type(result) is _T and getrefcount(result) == _ALONE and is_plain(result):
             result.__class__ = EagerTensor
         elif isinstance(result, (tuple, list)):
             _mark(result)
+    if isinstance(result, (torch.Tensor, tuple, list)) and _is_from_program(args, kwargs):
+        _continue(result)
     if func in READING:
         for leaf in leaves(args):
             if type(leaf) is EagerTensor:
                 _read(leaf)
     return result
+
+
+def _continue(result: Any) -> None:
+    """Results of a call that is not in the tree, and of which operands are: what is computed from them is looked at."""
+    with without_torch_function():
+        for each in _eager_in(result):
+            if each._origin is None:
+                each._origin = Origin(each.shape, each.dtype, each.requires_grad)
 
 
 def _read(tensor: EagerTensor) -> None:
@@ -326,11 +399,7 @@ def _record(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _lazy(leaf: Any) -> Any:
-    if type(leaf) is not EagerTensor:
-        return leaf
-    lazy = LazyTensor._wrap(input_value(leaf.run()))
-    lazy._origin = leaf._origin
-    return lazy
+    return as_input(leaf) if type(leaf) is EagerTensor else leaf
 
 
 def _by_size(func: Any, args: Any, kwargs: Any) -> Any:

@@ -148,7 +148,7 @@ def _make_lazy(tree: Any, batch: Any, group: _Group) -> Any:
         _check_prefix(batch)
     if type(tree) is torch.Tensor:
         return _make_tensor_lazy(tree, batch, group)
-    if isinstance(tree, LazyTensor):
+    if type(tree) is LazyTensor:
         group.num_lazy += 1
         return tree
     if isinstance(tree, torch.Tensor):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from koila.ir.prepass import PLAIN_TYPES, is_plain
+from koila.ir.tree import map_leaves
 
 MAX_FORMS = 8
 """A function that follows a call has at most so many forms of arguments."""
@@ -25,16 +26,43 @@ MAX_FORMS = 8
 class Origin:
     """What a result of a known call is like."""
 
-    __slots__ = ("dtype", "part", "requires_grad", "shape")
+    __slots__ = ("batch", "device", "dtype", "part", "requires_grad", "shape", "stride")
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> None:
         self.shape, self.dtype, self.requires_grad = shape, dtype, requires_grad
+        self.stride: tuple[int, ...] | None = None
+        self.device: torch.device | None = None
+        """Of it as it was seen first; None if nobody will ask."""
+        self.batch: int | None = None
+        """A dimension that may be the batch: it is as long as that of an input in its batch."""
         self.part: object = None
         """The part of a step in which it was made last."""
+
+    @classmethod
+    def of(cls, lazy: Any) -> Origin:
+        """What a lazy tensor is like."""
+        found = cls(torch.Size(lazy.shape), lazy.dtype, lazy.requires_grad)
+        found.stride, found.device = lazy.stride(), lazy.device
+        return found
 
     def is_like(self, other: Origin) -> bool:
         """Whether two results take the same memory, and have a gradient or not."""
         return (self.shape, self.dtype, self.requires_grad) == (other.shape, other.dtype, other.requires_grad)
+
+
+class Seen:
+    """A tensor among the arguments of a known call that is no result of the program: a parameter, a buffer, a mask."""
+
+    __slots__ = ("batch", "device", "dtype", "is_pending", "reference", "requires_grad", "shape", "stride")
+
+    def __init__(self, tensor: Any) -> None:
+        self.reference = weakref.ref(tensor)
+        self.shape, self.stride, self.dtype = torch.Size(tensor.shape), tensor.stride(), tensor.dtype
+        self.device, self.requires_grad = tensor.device, tensor.requires_grad
+        value = tensor._value if hasattr(tensor, "_held") else None
+        self.is_pending = value is not None and value.real is None
+        """Whether it was lazy, and made by a call that is not known: of an `autograd.Function` that is pure."""
+        self.batch: int | None = None if value is None else value.batch
 
 
 class Unknowable(Exception):
@@ -62,6 +90,8 @@ class Form:
             self._take(kwargs, "kwargs")
         else:
             self._demand("not kwargs", None)
+        self.args, self.kwargs = map_leaves(args, _without_tensors), map_leaves(kwargs or {}, _without_tensors)
+        """The arguments as they were seen, with an `Origin` or a `Seen` in place of each tensor."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -143,15 +173,23 @@ class Form:
             raise Unknowable
 
 
+def _without_tensors(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    origin = getattr(leaf, "_origin", None)
+    return Seen(leaf) if origin is None else origin
+
+
 _COMPARED = (str, torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
 class KnownCall:
     """A call of a program that was recorded before; the root of a program is one without arguments."""
 
-    __slots__ = ("_form", "_key", "_varying", "ends_run", "following", "matches", "only", "results")
+    __slots__ = ("_key", "_varying", "before", "ends_run", "following", "form", "matches", "only", "prepare",
+                 "recorded", "results")  # fmt: skip
 
-    def __init__(self, form: Form | None = None, eager: type | None = None) -> None:
+    def __init__(self, form: Form | None = None, eager: type | None = None, before: KnownCall | None = None) -> None:
         self.following: dict[Any, tuple[KnownCall, ...]] = {}
         """What came after it, by function."""
         self.results: tuple[Origin, ...] = ()
@@ -160,10 +198,16 @@ class KnownCall:
         """Its result, if there is one."""
         self.ends_run = False
         """Whether what was pending was run in it."""
-        self._form, self._varying = form, frozenset[int]()
+        self.before = before
+        """What it followed; None for the root."""
+        self.recorded: Any = None
+        """How it was recorded; see `koila.capture.again`."""
+        self.prepare: Callable[[Any, Any], bool] | None = None
+        """What is to be done with its arguments before it is made; True."""
+        self.form, self._varying = form, frozenset[int]()
         self._key = () if form is None else form.key
         if form is not None and eager is not None:
-            self.matches = form.matcher(eager, self._varying)
+            self.matches = self._matcher(form, eager)
             """Whether `args` and `kwargs` are its arguments."""
 
     def learn(
@@ -176,11 +220,23 @@ class KnownCall:
                 is_new = call._widen(form, eager) or call.ends_run != ends_run
                 call.ends_run = ends_run
                 return call, is_new
-        call = KnownCall(form, eager)
+        call = KnownCall(form, eager, self)
         call.results, call.ends_run = tuple(results), ends_run
         call.only = call.results[0] if len(results) == 1 else None
         self.following[func] = (*forms[-MAX_FORMS + 1 :], call)
         return call, True
+
+    def prepare_with(self, prepare: Callable[[Any, Any], bool], eager: type) -> None:
+        """From now on something is done before it is made."""
+        assert self.form is not None
+        self.prepare = prepare
+        self.matches = self._matcher(self.form, eager)
+
+    def _matcher(self, form: Form, eager: type) -> Callable[[Any, Any], bool]:
+        matches, prepare = form.matcher(eager, self._varying), self.prepare
+        if prepare is None:
+            return matches
+        return lambda args, kwargs: matches(args, kwargs) and prepare(args, kwargs)
 
     def _is_alike(self, form: Form, results: Sequence[Origin]) -> bool:
         """Whether results are like the known ones."""
@@ -190,12 +246,12 @@ class KnownCall:
 
     def _widen(self, form: Form, eager: type) -> bool:
         """Let numbers that were different this time be any numbers; False if there are none."""
-        assert self._form is not None
-        pairs = enumerate(zip(self._form.numbers, form.numbers, strict=True))
+        assert self.form is not None
+        pairs = enumerate(zip(self.form.numbers, form.numbers, strict=True))
         differing = frozenset(index for index, (known, seen) in pairs if known != seen) - self._varying
         if differing:
             self._varying |= differing
-            self.matches = self._form.matcher(eager, self._varying)
+            self.matches = self._matcher(self.form, eager)
         return bool(differing)
 
 

@@ -33,7 +33,7 @@ from koila.capture.log import MAX_VALUES, Log
 from koila.capture.lookup import implementation, known_implementations, lookup_function, lookup_method
 from koila.capture.patches import install
 from koila.capture.pending import recorder
-from koila.capture.record import budget_of, input_value, real_of, realize
+from koila.capture.record import budget_of, input_value, may_write, real_of, realize
 from koila.capture.repeat import NOT_KNOWN, repeat
 from koila.capture.template import wrapper_maker
 from koila.errors import CaptureError
@@ -45,8 +45,18 @@ from koila.ir.source import user_frame, user_site
 from koila.ir.tree import map_leaves
 
 
-class LazyTensor(torch.Tensor):
+class _LazyMeta(type(torch.Tensor)):  # type: ignore[misc]
+    """Makes `isinstance` give one answer for a step, whether it is recorded or run at once."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return issubclass(type(instance), (cls, Bridge.eager_type))
+
+
+class LazyTensor(torch.Tensor, metaclass=_LazyMeta):
     """A pending tensor: true shape, dtype, device and strides, no storage.
+
+    An `EagerTensor` answers `isinstance(x, koila.LazyTensor)` as a lazy tensor does: with `eager="auto"` a step may
+    be run by either, and a program that asks must not take another way.
 
     Made by `koila.lazy`; `LazyTensor(tensor, batch=0)` is `koila.lazy(tensor, batch=0)`. The class's own conversions
     are named after PyTorch's lazy core.
@@ -73,7 +83,7 @@ class LazyTensor(torch.Tensor):
             refuse(
                 f"LazyTensor takes a tensor, got a {type(tensor).__name__}", "koila.lazy takes any structure of tensors"
             )
-        if isinstance(tensor, LazyTensor):
+        if type(tensor) is LazyTensor:
             return tensor
         install()
         run_carried()
@@ -105,6 +115,8 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and Bridge.eager_type in types:
+            args, kwargs = _with_inputs(func, args, kwargs or {})
         if here.position.watches and not is_key_excluded(PYTHON_KEY):
             return watch(func, types, args, kwargs)
         handler = known_implementations.get(func) or implementation(func)
@@ -239,18 +251,7 @@ class LazyTensor(torch.Tensor):
 
     def _samples(self, partial: tuple[int, int]) -> LazyTensor:
         """A range of the batch, as one more recorded call."""
-        batch = self.batch
-        if batch is None:
-            refuse(
-                f"a range of the batch was asked for, and no batch is known in {list(self.shape)}",
-                "value.run(), and slice what it gives; a value that was computed whole does not tell its batch",
-            )
-        if not (isinstance(partial, tuple) and len(partial) == 2 and all(type(each) is int for each in partial)):
-            refuse(f"a range of the batch is (low, high), got {partial!r}", "value.run((0, 2)), value.run(detach=True)")
-        low, high = partial
-        if not 0 <= low <= high <= batch.value:
-            refuse(f"samples {low} to {high} of a batch of {batch.value}", f"0 <= low <= high <= {batch.value}")
-        found: LazyTensor = lookup_function(torch.narrow)(self, batch.index, low, high - low)
+        found: LazyTensor = lookup_function(torch.narrow)(self, *range_of_batch(self, partial))
         return found
 
     def buffer_memory(self) -> BatchedPair:
@@ -289,7 +290,7 @@ class LazyTensor(torch.Tensor):
         it has none.
         """
         budget = budget_of([self._value])
-        if isinstance(tensor, LazyTensor):
+        if type(tensor) is LazyTensor:
             if budget_of([tensor._value]) is None:
                 tensor._value.budget = budget
             self._adopt(tensor._value)
@@ -323,6 +324,9 @@ class LazyTensor(torch.Tensor):
         return self._value.prepass
 
     def _adopt(self, value: Value) -> None:
+        program = here.position.program
+        if program is not None:
+            program.is_out = True  # A real tensor cannot become another one.
         self._value.release(self)
         self._held, self._name = value, _name(value)
         value.hold(self)
@@ -363,9 +367,46 @@ class LazyTensor(torch.Tensor):
         return copy
 
 
+def range_of_batch(tensor: Any, partial: tuple[int, int]) -> tuple[int, int, int]:
+    """Dimension, begin and length of a range of the batch, for `torch.narrow`."""
+    batch = tensor.batch
+    if batch is None:
+        refuse(
+            f"a range of the batch was asked for, and no batch is known in {list(tensor.shape)}",
+            "value.run(), and slice what it gives; a value that was computed whole does not tell its batch",
+        )
+    if not (isinstance(partial, tuple) and len(partial) == 2 and all(type(each) is int for each in partial)):
+        refuse(f"a range of the batch is (low, high), got {partial!r}", "value.run((0, 2)), value.run(detach=True)")
+    low, high = partial
+    if not 0 <= low <= high <= batch.value:
+        refuse(f"samples {low} to {high} of a batch of {batch.value}", f"0 <= low <= high <= {batch.value}")
+    return batch.index, low, high - low
+
+
 def _name(value: Value) -> int:
     epoch, number = value.position
     return -1 if epoch < 0 else epoch * MAX_VALUES + number
+
+
+def _with_inputs(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments in which eager tensors that may carry the batch are inputs of the recorded program; a call that may
+    write to them gets the tensors themselves."""
+    if type(implementation(func)) is not partial or may_write(func, kwargs):
+        return args, kwargs
+
+    def swap(leaf: Any) -> Any:
+        is_input = type(leaf) is Bridge.eager_type and leaf._origin is not None and leaf._origin.batch is not None
+        return as_input(leaf) if is_input else leaf
+
+    return map_leaves(args, swap), map_leaves(kwargs, swap)
+
+
+def as_input(eager: Any) -> LazyTensor:
+    """An eager tensor as an input of what is recorded, with the gradient that it has."""
+    origin = eager._origin
+    lazy = LazyTensor._wrap(input_value(eager.run(), None if origin is None else origin.batch))
+    lazy._origin = origin
+    return lazy
 
 
 def real_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from koila._torch.dynamo import keep_dynamo_out
 from koila._torch.modules import BUFFER_READERS, SWAPS_TENSORS
 from koila._torch.switches import watch_switches
 from koila.capture.bridge import Bridge
-from koila.capture.checkpoints import patch_checkpoint, reentrant_checkpoint
+from koila.capture.checkpoints import is_recorded, patch_checkpoint, reentrant_checkpoint
 from koila.capture.distributed import install_distributed
 from koila.capture.fused import patch_fused_modules
 from koila.capture.pending import recorder
@@ -117,6 +117,8 @@ def _patch_function() -> None:
     @wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not _has_lazy((args, kwargs)):
+            if cls is torch.utils.checkpoint.CheckpointFunction and is_recorded(args[2:]):
+                return args[0](*args[2:])
             call = lambda *args, **kwargs: _checked(cls, original(cls, *args, **kwargs))  # noqa: E731
             return call_outside(call, args, kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
@@ -195,14 +197,15 @@ def _patch_averages() -> None:
 
 
 def _patch_variables() -> None:
-    """`Variable(x)`, which older programs write, is `x.detach()`; in C++ it would compute what is lazy."""
+    """`Variable(x)`, which older programs write, is `x.detach()`; in C++ it would compute what is lazy, and give a
+    plain tensor of what is eager, whose calls nobody sees."""
     kind: Any = torch.autograd.Variable
     original = kind.__new__
 
     @wraps(original)
     def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
         data: Any = args[0] if args else kwargs.get("data")
-        if type(data) is not Bridge.lazy_type:
+        if type(data) not in (Bridge.lazy_type, Bridge.eager_type):
             return original(cls, *args, **kwargs)
         requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad")
         return data.detach().requires_grad_() if requires_grad else data.detach()

@@ -179,6 +179,20 @@ class Recorder:
         """Values that this thread recorded, that have no data yet, and that the user still holds; in order."""
         return [value for node in self.recorded() for value in node.waiting()]
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What this thread records inside has nothing to do with what it recorded before, and is forgotten after it."""
+        state = vars(self.place)
+        before = dict(state)
+        state.clear()
+        self.place.__init__()  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            self.forget()
+            state.clear()
+            state.update(before)
+
     def forget(self) -> None:
         """Nothing that this thread has recorded is pending any more: no effect is done, nothing is run by `settle`."""
         self.forget_effects()

@@ -133,8 +133,8 @@ def _take_operand(leaf: Any, scan: Scan) -> Any:
     if not isinstance(leaf, torch.Tensor):
         # NumPy's arrays are read when the call runs; what is written to them until then is not meant for it.
         return leaf.copy() if hasattr(leaf, "__array_interface__") and hasattr(leaf, "copy") else leaf
-    if isinstance(leaf, Bridge.lazy_type):
-        scan.operands.append(leaf._value)
+    if type(leaf) is Bridge.lazy_type:
+        scan.operands.append(leaf._value)  # type: ignore[attr-defined]
         scan.originals.append(leaf)
     else:
         scan.take(leaf.run() if isinstance(leaf, Bridge.eager_type) else leaf)

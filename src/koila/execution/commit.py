@@ -16,10 +16,10 @@ import torch
 from koila._torch import preserve_version
 from koila.capture.gradients import BackwardRequest
 from koila.errors import BudgetError
+from koila.ir.failures import is_out_of_memory
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Storage, Value
 from koila.ir.source import user_site
-from koila.planning.failures import is_out_of_memory
 
 Unless = Callable[[BaseException], bool]
 

@@ -53,13 +53,13 @@ from koila.execution.whole_run import run_whole, written_leaves
 from koila.interfaces import BatchInfo
 from koila.ir.changes import note_change
 from koila.ir.draws import leave_ended
+from koila.ir.failures import is_out_of_memory
 from koila.ir.graph import Graph, collect
 from koila.ir.job import Demand, Wanted
 from koila.ir.node import Node, Value
 from koila.ir.replay import ordinary_state
 from koila.ir.source import user_site
 from koila.planning.decide import Decision, decide
-from koila.planning.failures import is_out_of_memory
 from koila.planning.in_force import any_forced, decision_for, note_seconds
 
 

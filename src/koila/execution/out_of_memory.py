@@ -18,10 +18,10 @@ from koila.errors import BudgetError
 from koila.events import Wait
 from koila.execution.process_memory import try_without_heap
 from koila.execution.steps import memory_ran_out
+from koila.ir.failures import is_out_of_memory
 from koila.ir.job import Job
 from koila.ir.source import user_site
 from koila.planning.decide import Decision, decide
-from koila.planning.failures import is_out_of_memory
 from koila.planning.in_force import decision_for, put_in_force
 from koila.planning.whole_peak import whole_peak
 

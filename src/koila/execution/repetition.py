@@ -20,10 +20,10 @@ from koila.execution.prepared import Asked, PreparedRun
 from koila.execution.prepared_code import Result
 from koila.execution.steps import remember
 from koila.ir.ambient import current_context
+from koila.ir.failures import is_out_of_memory
 from koila.ir.node import Node, Storage, Value, function_name
 from koila.ir.prepass import PrePass
 from koila.ir.source import Site
-from koila.planning.failures import is_out_of_memory
 
 LOST = object()
 """Stands for the results of a call that failed and was not required: calls on it fail, too."""

@@ -13,10 +13,10 @@ import torch
 
 from koila import events
 from koila.execution.commit import restored_on_error
+from koila.ir.failures import is_out_of_memory
 from koila.ir.graph import Graph
 from koila.ir.node import Node, Value
 from koila.ir.replay import Lookup, replay
-from koila.planning.failures import is_out_of_memory
 
 Required = Callable[[], Container[Node]]
 """Which calls of a program must succeed."""
