@@ -3,9 +3,10 @@
 *Takes* a `ConvolutionShape`. *Gives* the most bytes that are alive, results included, while each of three things is
 computed: the output, the gradient of the input, the gradient of the weight.
 
-Measured are all numbers with AVX2, at 1 to 8 threads, and those of float32 with AVX-512 at one thread. For everything
-else `_reserve` says what the sources of oneDNN 3.12 allow beside: other kernels are chosen there, whose buffers are
-bounded one by one.
+Measured are all types with AVX2 and float32 with AVX-512, at 1 to 16 threads; a few numbers are upper bounds, which say
+so. Where AVX-512 has no kernel for the gradient of a weight, oneDNN takes one of AVX2, and so does the formula. For
+everything else `_reserve` says what the sources of oneDNN 3.12 allow beside: other kernels are chosen there, whose
+buffers are bounded one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from koila.planning.workspace.weight_sums import Kernel, fits_depthwise, num_wei
 
 PRIMITIVE_BYTES = 40 << 10
 """What a oneDNN primitive needs for itself."""
-_THREAD_BYTES = 8 << 10
+_THREAD_BYTES = 24 << 10
 """What a thread of a primitive needs for lists and rounding to pages."""
 
 
@@ -61,12 +62,13 @@ def source_peak(shape: ConvolutionShape) -> int:
 
 def weight_peak(shape: ConvolutionShape) -> int:
     """While the gradient of the weight is computed: from the unfolded image, or in blocks."""
-    if _is_measured(shape) and shape.processor.isa is Isa.AVX512 and weight_kernel(shape) is Kernel.OTHER:
-        return weight_peak(shape.with_avx2()) + _packed(shape)
+    is_wide = shape.processor.isa is Isa.AVX512
     if not _is_measured(shape):  # Which of the two is not known.
         peak = max(_unfolded_peak(shape), _blocked_peak(shape))
+    elif is_wide and weight_kernel(shape) is Kernel.OTHER:
+        return weight_peak(shape.with_avx2()) + _packed(shape)
     else:
-        peak = _unfolded_peak(shape) if _unfolds(shape) else _blocked_peak(shape)
+        peak = _unfolded_peak(shape) if not is_wide and _unfolds(shape) else _blocked_peak(shape)
     return peak + PRIMITIVE_BYTES + _reserve(shape)
 
 
@@ -92,7 +94,10 @@ def _pads_groups(shape: ConvolutionShape) -> bool:
 
 
 def _gathered(shape: ConvolutionShape, image: torch.Tensor) -> int:
-    """A strided gradient is gathered with its border, by each thread for itself; rows that a stride cuts, too."""
+    """A strided gradient is gathered with its border, by each thread for itself; rows that a stride cuts, too.
+
+    Upper bounds: the border is that of a kernel without padding, and rows are as long as the image is wide.
+    """
     other = shape.output if image is shape.source else shape.source
     width, channels, stride = other.shape[-1], other.shape[1], shape.stride[-1]
     rows = (width + stride) * stride * channels * image.element_size() if width % stride else 0
@@ -100,11 +105,11 @@ def _gathered(shape: ConvolutionShape, image: torch.Tensor) -> int:
 
 
 def _spread_rows(shape: ConvolutionShape) -> int:
-    """With AVX-512 an image of one channel is spread out, each row for all rows of the kernel, by each thread."""
+    """With AVX-512 each thread spreads an image of one channel out, for all rows of the kernel: an upper bound."""
     if shape.transposed or shape.channels > 1 or shape.processor.isa is not Isa.AVX512:
         return 0
     sample = shape.padded_sample(shape.source) // shape.processor.channel_block
-    return shape.num_threads * (sample * shape.kernel[0] + (32 << 10))
+    return shape.num_threads * (sample * shape.kernel[0] ** 2 * shape.stride[-1] + (32 << 10))
 
 
 def _unit_stride(shape: ConvolutionShape, channels: int) -> int:
@@ -131,9 +136,7 @@ def _num_sums(shape: ConvolutionShape) -> int:
 
 
 def _unfolds(shape: ConvolutionShape) -> bool:
-    """Whether the gradient of the weight is made from the unfolded image, where AVX-512 has no kernel for it."""
-    if shape.processor.isa is Isa.AVX512 and _is_measured(shape):
-        return False
+    """Whether AVX2 makes the gradient of the weight from the unfolded image."""
     image = shape.output if shape.transposed else shape.source
     exceeds = any(side > size for side, size in zip(shape.kernel[:-1], image.shape[2:], strict=False))
     if not shape.is_blocked or exceeds:

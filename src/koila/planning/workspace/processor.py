@@ -5,9 +5,10 @@ another machine can be asked on this one.
 
 oneDNN chooses its kernels, and with them its layouts, by its own reading of the processor, which `ONEDNN_MAX_CPU_ISA`
 bounds; `ATEN_CPU_CAPABILITY` bounds PyTorch's own kernels only. Neither can raise it: what is chosen with AVX-512 can
-be measured only on a machine that has it. `Processor.is_measured` says which formulas were checked by the malloc hook;
-for the others the formulas are upper bounds by reading the sources of oneDNN 3.12 and PyTorch 2.13. Convolutions in
-float32 at one thread with AVX-512 were measured, too.
+be measured only on a machine that has it. `Processor.is_measured` says which formulas were all checked to be close by
+the malloc hook: those of AVX2. With AVX-512, convolutions in float32 were, at 1 to 16 threads, and products in float32;
+half precision that oneDNN computes itself has upper bounds by reading the sources of oneDNN 3.12 and PyTorch 2.13, as
+everything has below AVX2.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ inputs. Each part of the batch but the first has a gradient of its own, which is
 shares oneDNN takes those by which, as it reckons, a thread moves the least memory, or those that move little more and
 compute less. Here it is reckoned as in `balance` of oneDNN 3.12 (src/cpu/x64: jit_avx512_common_conv_kernel.cpp,
 jit_avx512_common_1x1_conv_kernel.cpp, jit_uni_dw_conv_kernel_utils.cpp). Nothing of the machine enters but the number
-of threads. Where other kernels run, each thread may have a gradient of its own: an upper bound.
+of threads. Upper bounds, by which each thread has one, are those for depthwise kernels if channels come last, and for
+kernels wider than 14 pixels.
 """
 
 from __future__ import annotations
