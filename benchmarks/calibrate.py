@@ -505,8 +505,8 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
 
 FORMULAS = {
     "convolution.default": "blocked copies of x, w and the result; without oneDNN the unfolded batch",
-    "convolution_backward.default": "for x: blocked gradient, w, gradient of x (3 × x when strided; with few channels, "
-    "or with channels last, threads × a padded sample); for w: blocked x and gradient, threads × w; without oneDNN the "
+    "convolution_backward.default": "for x: blocked gradient, w, gradient of x (when strided 3 × x, "
+    "and threads × a padded sample); for w: blocked x and gradient, as many w as oneDNN adds up; without oneDNN the "
     "unfolded batch",
     "mm.default": "copies of strided operands; half precision with the first transposed: 4 bytes × result",
     "addmm.default": "as mm",

@@ -66,8 +66,7 @@ def test_a_bound_by_reading_is_not_below_what_was_measured() -> None:
     for call, result in fake_calls():
         for number in (1, 2, 16):
             measured = bytes_on(call, result, Processor(number, Isa.AVX2))
-            for isa in (Isa.SSE41, Isa.AVX512) if number > 1 else (Isa.SSE41,):  # One thread of AVX-512 was measured.
-                assert bytes_on(call, result, Processor(number, isa)) >= measured, (isa, call)
+            assert bytes_on(call, result, Processor(number, Isa.SSE41)) >= measured, call
 
 
 def test_a_processor_with_half_precision_has_another_table() -> None:

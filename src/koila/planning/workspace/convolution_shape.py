@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from math import prod
 
 import torch
 
+from koila._torch import suggested_format
 from koila.planning.workspace.kernel_call import HALF, KernelCall, num_bytes
+from koila.planning.workspace.processor import Isa
 
 
 class ConvolutionShape:
@@ -26,19 +30,24 @@ class ConvolutionShape:
         self.is_half = self.source.dtype in HALF
         self.is_depthwise = self.groups == self.channels > 1
 
+    def with_avx2(self) -> ConvolutionShape:
+        """The same convolution, where kernels of AVX2 run."""
+        other = copy(self)
+        other.processor = replace(self.processor, isa=Isa.AVX2)
+        return other
+
     @property
     def is_flat(self) -> bool:
-        """Whether oneDNN reads an image with so few channels as it is."""
-        return self.channels == 3
+        """Whether oneDNN reads an image with so few channels as it is; kernels of one pixel never do."""
+        few = (1, 2, 3) if self.processor.isa is Isa.AVX512 else (3,)
+        return self.weight.shape[1] in few and self.groups == 1 and prod(self.kernel) > 1
 
     @property
     def is_blocked(self) -> bool:
         """Whether oneDNN copies into its blocked layout; channels last it takes as they are."""
         if self.source.dim() != 4:
             return True
-        last = torch.channels_last
-        tensors = (self.source, self.weight)
-        return not any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in tensors)
+        return all(suggested_format(tensor) is not torch.channels_last for tensor in (self.source, self.weight))
 
     @property
     def is_plain_product(self) -> bool:
@@ -55,14 +64,26 @@ class ConvolutionShape:
         return num_bytes(tensor) // tensor.shape[1] * self.processor.padded(tensor.shape[1])
 
     def blocked_source(self) -> int:
-        return 0 if self.is_flat else self.blocked(self.source)
+        return 0 if self.is_flat and not self.transposed else self.blocked(self.source)
 
-    def blocked_weight(self, *, is_flat: bool = False) -> int:
-        """Bytes of the weight in blocks of outputs and, unless channels are few, of inputs."""
+    def blocked_output(self) -> int:
+        """A transposed convolution reads its output where a plain one reads its source."""
+        return 0 if self.is_flat and self.transposed else self.blocked(self.output)
+
+    def blocked_weight(self, *, is_flat: bool = False, by_group: bool = False) -> int:
+        """Bytes of the weight in blocks of outputs and, unless channels are few, of inputs.
+
+        Some kernels want larger blocks of the outputs or of the inputs alone.
+        """
         outer, inner = self.weight.shape[:2]
-        padded = self.processor.padded(outer)
-        padded *= inner if is_flat or self.groups > 1 else self.processor.padded(inner)
-        return num_bytes(self.weight) // (outer * inner) * padded
+        num_groups = self.groups if by_group else 1
+        outer, is_plain = outer // num_groups, is_flat or (self.groups > 1 and not by_group)
+        padded = self.processor.padded
+        pairs = padded(outer) * (inner if is_plain else padded(inner))
+        if self.groups == 1 or not self.is_blocked:
+            wide = self.processor.widely_padded
+            pairs = max(pairs, wide(outer) * inner, 0 if is_plain else outer * wide(inner))
+        return num_bytes(self.weight) // self.weight.shape[:2].numel() * num_groups * pairs
 
     def padded_sample(self, image: torch.Tensor) -> int:
         """Bytes of one sample with a border as wide as the kernel."""

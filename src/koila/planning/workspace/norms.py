@@ -1,4 +1,4 @@
-"""Normalisation and softmax: copies of strided operands, sums per thread, rows in float32."""
+"""Normalisation and softmax: copies of strided operands, sums per thread, rows in float32, extremes of short runs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,18 @@ def _softmax(names: tuple[str, ...], half_bytes: int) -> Formula:
         result = call.result
         inner = call["dim"] % result.dim() != result.dim() - 1 if result.dim() else False
         copied = sum(copy_bytes(call[name]) + (16 << 10) for name in names)
-        return copied + (call.num_threads * half_bytes if inner and result.dtype in HALF else 0)
+        is_wide = inner and result.dtype in HALF
+        return copied + _extremes(call, inner=inner) + (call.num_threads * half_bytes if is_wide else 0)
 
     return formula
+
+
+def _extremes(call: KernelCall, *, inner: bool) -> int:
+    """The greatest number and the sum of each run that a thread has taken: more runs the shorter they are."""
+    numbers, half = call.result.numel(), call.result.dtype in HALF
+    length = max(1, call.result.shape[call["dim"]]) if call.result.dim() else 1
+    most = (512 if half else 256) << 10 if inner else 64 << 10
+    return int(min(call.num_threads * (most // length), 16 * (numbers // length)))
 
 
 ROWS: dict[Any, Formula] = {

@@ -5,9 +5,10 @@ another machine can be asked on this one.
 
 oneDNN chooses its kernels, and with them its layouts, by its own reading of the processor, which `ONEDNN_MAX_CPU_ISA`
 bounds; `ATEN_CPU_CAPABILITY` bounds PyTorch's own kernels only. Neither can raise it: what is chosen with AVX-512 can
-be measured only on a machine that has it. `Processor.is_measured` says which formulas were checked by the malloc hook;
-for the others the formulas are upper bounds by reading the sources of oneDNN 3.12 and PyTorch 2.13. Convolutions in
-float32 at one thread with AVX-512 were measured, too.
+be measured only on a machine that has it. `Processor.is_measured` says which formulas were all checked to be close by
+the malloc hook: those of AVX2. With AVX-512, convolutions in float32 were, at 1 to 16 threads, and products in float32;
+half precision that oneDNN computes itself has upper bounds by reading the sources of oneDNN 3.12 and PyTorch 2.13, as
+everything has below AVX2.
 """
 
 from __future__ import annotations
@@ -66,6 +67,20 @@ class Processor:
         [24, 32]
         """
         return -(-num_channels // self.channel_block) * self.channel_block
+
+    def widely_padded(self, num_channels: int) -> int:
+        """Channels in blocks of several, at most, as products of blocks want them.
+
+        With AVX2 they have 16 to 32 channels; with AVX-512 32, or 48 if these are filled to 95 %.
+
+        >>> [Processor(1, isa).widely_padded(40) for isa in (Isa.AVX2, Isa.AVX512)]
+        [64, 64]
+        """
+        if num_channels <= self.channel_block:
+            return self.channel_block
+        by_32, by_3 = (-(-num_channels // block) * block for block in (32, 3 * self.channel_block))
+        is_filled = self.isa is not Isa.AVX512 or num_channels >= 0.95 * by_3
+        return max(by_32, by_3) if is_filled else by_32
 
 
 def this_processor() -> Processor:
