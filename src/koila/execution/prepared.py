@@ -74,6 +74,8 @@ class PreparedRun:
     """Where it runs."""
     num_changes: int
     """How often decisions had been changed when it was prepared."""
+    num_threads: int
+    """How many threads PyTorch had; with others, kernels need other workspaces."""
     counts: events.Tally
     """What is counted when it has run."""
     backward_peak_bytes: int | None
@@ -125,7 +127,8 @@ class PreparedRun:
             return self.is_unlimited
         budget, given = self.decision.budget, self.given_bytes
         now = resolved(current_budget([] if given is None else [given]), lambda: self.rough_bytes, self.devices)
-        return now == budget and self.num_changes == num_changes()
+        is_in_force = self.num_changes == num_changes() and self.num_threads == torch.get_num_threads()
+        return is_in_force and now == budget
 
     def _is_copied_alike(self, entries: Sequence[Entry], changing: Collection[torch.Tensor]) -> bool:
         """Whether a run must copy as much, to be taken back, as when the budget was found to be enough."""
@@ -198,7 +201,7 @@ class Question:
             frozenset(n for n, node in zip(entries, graph.nodes, strict=True) if node in required),
             tuple(self._written(entries)), {place: self._budgets[place] for place in self._bound(entries)},
             contexts.pop(), decision, job.copied_bytes, rough_bytes(graph), job.devices, num_changes(),
-            self._counts(entries), task.backward_peak_bytes(decision),
+            torch.get_num_threads(), self._counts(entries), task.backward_peak_bytes(decision),
         )  # fmt: skip
 
     def _calls(self, entries: Sequence[int], needed: set[int]) -> tuple[PreparedCall, ...]:

@@ -100,6 +100,7 @@ class Job:
     def key(self) -> Hashable:
         """Equal for jobs that must get the same decision."""
         return (
+            torch.get_num_threads(),  # With others, kernels need other workspaces.
             self.graph.key,
             None if self.everything is None else self.everything.key,
             self.demand,

@@ -11,6 +11,9 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
 
 from koila._scopes import Scopes
 
@@ -47,6 +50,8 @@ class DeviceRules:
     """How many times faster they multiply."""
     offload_rate: float = 1e10
     """Bytes per second that are offloaded, or fetched."""
+    num_threads: int = 1
+    """How many threads kernels of the CPU may use: what was found out for one number does not hold for another."""
 
     def slack_bytes(self, num_bytes: int) -> int:
         """By how much a block for so many bytes may be larger, beyond `value_bytes`."""
@@ -86,6 +91,8 @@ def rules_for(device_type: str, environment: Mapping[str, str] = os.environ) -> 
     True
     """
     found = _rows.get(device_type) or replace(_rows[""], type=device_type)
+    if device_type == "cpu":
+        return _with_threads(found, torch.get_num_threads())
     if device_type != "cuda":
         return found
     settings = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -93,6 +100,11 @@ def rules_for(device_type: str, environment: Mapping[str, str] = os.environ) -> 
         found = replace(found, unsplit_bytes=0)  # The rest of a block is always split off.
     workspace = _workspace_bytes(environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
     return found if workspace is None else replace(found, library_bytes=workspace)
+
+
+@cache
+def _with_threads(rules: DeviceRules, num_threads: int) -> DeviceRules:
+    return replace(rules, num_threads=num_threads)
 
 
 def _workspace_bytes(setting: str) -> int | None:
