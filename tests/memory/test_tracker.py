@@ -97,7 +97,10 @@ FORMS: dict[str, tuple[Callable[..., Any], int]] = {
     "add.out": (lambda x, half, into, **_: aten.add.out(half, x, out=into), 4 * 256 * 1024),
     "add.out of one type": (lambda x, into, **_: aten.add.out(x, x, out=into), 0),
     "scatter_": (lambda half, index, part, **_: aten.scatter_.src(half, 1, index, part), 4 * 256 * 1024),
-    "softmax.out": (lambda x, into, **_: aten._softmax.out(x, 1, False, out=into), 16 << 10),
+    "softmax.out": (
+        lambda x, into, **_: aten._softmax.out(x, 1, False, out=into),
+        (16 << 10) + 64 * torch.get_num_threads(),
+    ),
     "mm.out": (lambda x, **_: aten.mm.out(x[:, ::4], x[:, ::4], out=torch.empty(256, 256)), 2 * 4 * 256 * 256),
 }
 """Calls with the bytes inside them, in forms that a split run uses and as users write them."""

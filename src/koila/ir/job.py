@@ -97,10 +97,15 @@ class Job:
         return self.graph if self.everything is None else self.everything
 
     @cached_property
+    def num_threads(self) -> int:
+        """How many threads kernels may use: with others they need other workspaces."""
+        return torch.get_num_threads()
+
+    @cached_property
     def key(self) -> Hashable:
         """Equal for jobs that must get the same decision."""
         return (
-            torch.get_num_threads(),  # With others, kernels need other workspaces.
+            self.num_threads,
             self.graph.key,
             None if self.everything is None else self.everything.key,
             self.demand,

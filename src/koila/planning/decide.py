@@ -95,7 +95,7 @@ def decide(job: Job) -> Decision:
         BudgetError: No way to run it fits its budget.
     """
     use_calibration()
-    with planning_for(str(job.device)), job.graph.nodes[0].context.enter_dtype():
+    with planning_for(str(job.device), job.num_threads), job.graph.nodes[0].context.enter_dtype():
         try:
             return _choose(job)
         except Refused as refused:

@@ -11,9 +11,6 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache
-
-import torch
 
 from koila._scopes import Scopes
 
@@ -91,8 +88,6 @@ def rules_for(device_type: str, environment: Mapping[str, str] = os.environ) -> 
     True
     """
     found = _rows.get(device_type) or replace(_rows[""], type=device_type)
-    if device_type == "cpu":
-        return _with_threads(found, torch.get_num_threads())
     if device_type != "cuda":
         return found
     settings = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -100,11 +95,6 @@ def rules_for(device_type: str, environment: Mapping[str, str] = os.environ) -> 
         found = replace(found, unsplit_bytes=0)  # The rest of a block is always split off.
     workspace = _workspace_bytes(environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
     return found if workspace is None else replace(found, library_bytes=workspace)
-
-
-@cache
-def _with_threads(rules: DeviceRules, num_threads: int) -> DeviceRules:
-    return replace(rules, num_threads=num_threads)
 
 
 def _workspace_bytes(setting: str) -> int | None:
@@ -125,9 +115,10 @@ class _Target:
 _targets = Scopes[_Target]("targets")
 
 
-def planning_for(device: str) -> AbstractContextManager[object]:
-    """A scope in which plans are made for a device, such as "cuda:1"."""
-    return _targets.inside(_Target(device, rules_for(device.partition(":")[0])))
+def planning_for(device: str, num_threads: int = 1) -> AbstractContextManager[object]:
+    """A scope in which plans are made for a device, such as "cuda:1", and for so many threads of the CPU."""
+    rules = rules_for(device.partition(":")[0])
+    return _targets.inside(_Target(device, replace(rules, num_threads=num_threads)))
 
 
 def current_rules() -> DeviceRules:

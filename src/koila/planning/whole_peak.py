@@ -56,7 +56,7 @@ def whole_peak(job: Job) -> Projection:
     """The peak of an unsplit run of a job."""
     graph, roots = job.whole_graph, _roots(job)
     places = tuple(graph.outputs.index(root) for root in roots)
-    with planning_for(str(job.device)):
+    with planning_for(str(job.device), job.num_threads):
         key = (current_rules(), graph.key, places)
         found = _projections.get_or_add(key, lambda: _project(graph, roots, (current_rules(), places)))
     held, backward = job.history
