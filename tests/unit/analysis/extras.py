@@ -180,6 +180,8 @@ def layers() -> Iterator[tuple[Any, ...]]:
     yield aten.native_batch_norm.default, real(3, 4, 2), real(4), real(4), *running, False, 0.1, 1e-5
     arguments = (real(3, 4, 2), real(3, 4, 2), real(4), *running, real(0), real(0), False, 1e-5, [True] * 3)
     yield aten.native_batch_norm_backward.default, *arguments
+    arguments = (real(3, 4, 2), real(3, 4, 2), real(4), None, None, *running, True, 1e-5, [False, True, True])
+    yield aten.native_batch_norm_backward.default, *arguments
     yield aten.native_group_norm.default, real(4, 4, 2), real(4), real(4), 4, 4, 2, 2, 1e-5
     yield from convolutions()
 

@@ -30,8 +30,13 @@ def check(function: Callable[..., Any], *inputs: Tensor) -> set[OpOverload]:
         assert mine.dtype == theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, equal_nan=True)
     used = {node.target for node in traced.graph.nodes if isinstance(node.target, OpOverload)}
-    # The loss without its reduction stays: its kernel refuses what is no probability.
-    assert used & set(decompositions()) <= {torch.ops.aten.binary_cross_entropy.default}
+    # The loss without its reduction stays: its kernel refuses what is no probability. So does the kernel of batch
+    # normalisation's backward, for sums over the batch or where it needs none.
+    left = {aten.binary_cross_entropy.default, aten.native_batch_norm_backward.default}
+    assert used & set(decompositions()) <= left
+    for node in traced.graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        *_, training, _, mask = node.args
+        assert not (training and mask[0])
     return used
 
 

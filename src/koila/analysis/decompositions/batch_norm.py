@@ -205,30 +205,76 @@ def native_batch_norm_backward(
     eps: float,
     output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Two sums over the batch (of the gradient, and of the gradient times the centred input), then pointwise."""
+    """Two sums over the batch (of the gradient, and of the gradient times the normalised input), then pointwise.
+
+    Where eager's kernel gives the two sums and nothing else, it runs in every chunk and the sums are added up.
+    """
+    in_kernel = _sums_in_kernel(grad_out, input)
+    if in_kernel and not (train and output_mask[0]):
+        return NotImplemented
     if train:
         assert save_mean is not None and save_invstd is not None
         mean, invstd = save_mean, save_invstd
     else:
         assert running_mean is not None and running_var is not None
         mean, invstd = running_mean, aten.rsqrt.default(running_var + eps)
-    wide = torch.float32 if input.dtype in HALVES else input.dtype
-    grad, mean, invstd = cast(grad_out, wide), cast(mean, wide), cast(invstd, wide)
-    centred = cast(input, wide) - _per_channel(mean, input.ndim)
-    dims, count = [0, *range(2, input.ndim)], input.numel() // max(1, input.shape[1])
-    total = aten.sum.dim_IntList(grad, dims)
-    product = aten.sum.dim_IntList(grad * centred, dims)
-    scale = invstd if weight is None else invstd * weight
-    grad_input = grad
-    if train:
-        slope = product * invstd * invstd / count
-        grad_input = grad - _per_channel(total / count, input.ndim) - centred * _per_channel(slope, input.ndim)
     kept = weight.dtype if weight is not None else input.dtype
+    wide = torch.float32 if input.dtype in HALVES else input.dtype
+    grad, value, mean, invstd = cast(grad_out, wide), cast(input, wide), cast(mean, wide), cast(invstd, wide)
+    if in_kernel:
+        statistics = (None, None, save_mean, save_invstd)
+        _, product, total = aten.native_batch_norm_backward.default(
+            grad_out, input, weight, *statistics, train, eps, [False, True, True]
+        )
+    else:
+        dims = [0, *range(2, input.ndim)]
+        total = aten.sum.dim_IntList(grad, dims)
+        product = aten.sum.dim_IntList(grad * (value - _per_channel(mean, input.ndim)), dims) * invstd
+    grad_input = None
+    if output_mask[0]:
+        scale = invstd if weight is None else invstd * weight
+        grad_input = cast(_gradient(grad, value, mean, invstd, scale, product, total, train), input.dtype)
     return (
-        cast(grad_input * _per_channel(scale, input.ndim), input.dtype) if output_mask[0] else None,
-        cast(product * invstd, kept) if output_mask[1] else None,
+        grad_input,
+        cast(product, kept) if output_mask[1] else None,
         cast(total, kept) if output_mask[2] else None,
     )
+
+
+def _sums_in_kernel(grad_out: Tensor, input: Tensor) -> bool:
+    """If eager's kernel sums in the dtype of the input, and reads both operands in the order in which they lie.
+
+    Operands of two layouts take a path of the kernel that is three times slower than plain sums.
+    """
+    orders = [torch.contiguous_format, {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.ndim)]
+    return input.dtype not in HALVES and any(
+        order is not None and all(value.is_contiguous(memory_format=order) for value in (grad_out, input))
+        for order in orders
+    )
+
+
+def _gradient(
+    grad: Tensor,
+    value: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    scale: Tensor,
+    product: Tensor,
+    total: Tensor,
+    train: bool,
+) -> Tensor:
+    """`(grad - total / n - (x - mean) * invstd * product / n) * scale`, as one line per channel in `x` and in `grad`.
+
+    Three passes over large operands instead of five; as exact as the forward's line per channel.
+    """
+    ndim = value.ndim
+    if not train:
+        return grad * _per_channel(scale, ndim)
+    count = value.numel() // max(1, value.shape[1])
+    slope = -scale * invstd * product / count
+    shift = -(slope * mean + scale * total / count)
+    line = value * _per_channel(slope, ndim) + _per_channel(shift, ndim)
+    return aten.addcmul.default(line, grad, _per_channel(scale, ndim))
 
 
 def batch_norm_backward(

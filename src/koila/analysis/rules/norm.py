@@ -1,7 +1,8 @@
 """Rules for normalisation inside a sample, and for batch normalisation with given statistics.
 
 *Takes* calls of layer, group, RMS and (evaluating) batch normalisation and their backwards. *Gives* the table `ROWS`.
-Training batch normalisation has no rule: it is decomposed into reductions over the batch.
+Training batch normalisation has no rule: it is decomposed into reductions over the batch. Those of its backward are
+eager's kernel, asked for the gradients of weight and bias alone.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ def _evaluating(call: Call) -> bool:
     return not call["training"]
 
 
+def _without_statistics(call: Call) -> bool:
+    """The gradient of a training batch normalisation's input needs sums over the batch; these alone do not."""
+    return not (call["train"] and call["output_mask"][0])
+
+
 ROWS: dict[Any, Rule] = {
     aten.native_layer_norm.default: inside("input", parameters=0),
     aten.native_layer_norm_backward.default: dense(inside("input", parameters=2), "mean", "rstd"),
@@ -80,6 +86,6 @@ ROWS: dict[Any, Rule] = {
     aten._native_batch_norm_legit_no_training.default: letters("input=n_ -> n_ - -"),
     aten.native_batch_norm.default: letters("input=n_ -> n_ - -", when=_evaluating),
     aten.native_batch_norm_backward.default: letters(
-        "grad_out=n_ input=n_ -> n_ _+ _+", when=lambda call: not call["train"]
+        "grad_out=n_ input=n_ -> n_ _+ _+", when=_without_statistics
     ),
 }
