@@ -19,7 +19,7 @@ from koila.ir.recurrent import LAYER, LAYER_BACKWARD
 from koila.ir.tree import leaves, map_leaves
 from koila.planning.devices import current_rules
 from koila.planning.operation import join_pieces, slice_whole
-from koila.planning.rates import BYTES, FLOPS, FRESH, fresh_bytes
+from koila.planning.rates import BYTES, FLOPS, FRESH, fresh_bytes, shared_seconds
 from koila.planning.schedule import Schedule, once_per_schedule
 
 aten = torch.ops.aten
@@ -51,16 +51,17 @@ def call_seconds(target: Any, args: Any, kwargs: Any, result: Any) -> float:
         return VIEW_SECONDS
     if target in (slice_whole, join_pieces):
         args = ()  # It reads no more than it gives.
-    found = moving_seconds(target, tree_bytes((args, kwargs, result)), large_bytes(result))
-    if overload and (flops := _flops(target, args, kwargs, result)):
-        found += flops / _first(FLOPS, str(target)) / current_rules().flop_speed
-    return found
+    num_bytes, fresh = tree_bytes((args, kwargs, result)), large_bytes(result)
+    return moving_seconds(target, num_bytes, fresh, _flops(target, args, kwargs, result) if overload else 0.0)
 
 
-def moving_seconds(target: Any, num_bytes: int, num_fresh: int) -> float:
-    """The expected time of a call that reads and writes so many bytes, some of them fresh, and computes little."""
+def moving_seconds(target: Any, num_bytes: int, num_fresh: int, flops: float = 0.0) -> float:
+    """The expected time of a call that reads and writes so many bytes, some of them fresh, and computes as much."""
     rules = current_rules()
-    return rules.call_seconds + num_bytes / _bytes_per_second(target) / rules.byte_speed + num_fresh / FRESH
+    work = num_bytes / _bytes_per_second(target) / rules.byte_speed
+    if flops:
+        work += flops / _first(FLOPS, str(target)) / rules.flop_speed
+    return rules.call_seconds + shared_seconds(work) + num_fresh / FRESH
 
 
 def tree_bytes(tree: Any) -> int:

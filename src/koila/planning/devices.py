@@ -45,6 +45,8 @@ class DeviceRules:
     """How many times faster than the rates of `koila.planning.rates` its kernels read and write."""
     flop_speed: float = 100.0
     """How many times faster they multiply."""
+    speed_threads: int = 1
+    """How many threads of a CPU have these speeds together."""
     offload_rate: float = 1e10
     """Bytes per second that are offloaded, or fetched."""
     num_threads: int = 1

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from koila.analysis.split import Facts, Item
 from koila.ir.cache import Cache, HashedOnce
 from koila.planning.catalogue import Catalogue
+from koila.planning.devices import current_rules
 from koila.planning.phases import Layout, Stage, make_layout
 
 MAX_ITEMS = 12_000
@@ -64,7 +65,7 @@ def layout_of(facts: Facts) -> Layout:
     """The layout of a program that keeps whatever would be computed again at length."""
     if facts.origin is None:
         return make_layout(facts)
-    key = HashedOnce((facts.origin.structure, facts.signature))
+    key = HashedOnce((facts.origin.structure, facts.signature, current_rules()))
     known = _known.get(key)
     if known is not None:
         return known.layout(facts)

@@ -85,7 +85,10 @@ def _ignored(reason: str) -> dict[str, Speeds]:
 
 def calibrated(rules: DeviceRules, speeds: Speeds) -> DeviceRules:
     """The row of a device with the speeds that were measured."""
-    return replace(rules, call_seconds=speeds.call_seconds, byte_speed=speeds.byte_speed, flop_speed=speeds.flop_speed)
+    return replace(
+        rules, call_seconds=speeds.call_seconds, byte_speed=speeds.byte_speed, flop_speed=speeds.flop_speed,
+        speed_threads=speeds.num_threads,
+    )  # fmt: skip
 
 
 @cache
