@@ -85,7 +85,5 @@ ROWS: dict[Any, Rule] = {
     ),
     aten._native_batch_norm_legit_no_training.default: letters("input=n_ -> n_ - -"),
     aten.native_batch_norm.default: letters("input=n_ -> n_ - -", when=_evaluating),
-    aten.native_batch_norm_backward.default: letters(
-        "grad_out=n_ input=n_ -> n_ _+ _+", when=_without_statistics
-    ),
+    aten.native_batch_norm_backward.default: letters("grad_out=n_ input=n_ -> n_ _+ _+", when=_without_statistics),
 }
