@@ -13,6 +13,7 @@ from torch import fx
 
 from koila._torch import OpOverload, schema_of
 from koila.analysis.monoids import HALVES, Sum
+from koila.analysis.rules.reduce import chunk_moments
 from koila.analysis.split import Facts, Item, arguments_by_name
 from koila.analysis.types import Merged, Sliced
 from koila.ir.tree import map_leaves
@@ -84,7 +85,10 @@ class Catalogue:
         if not isinstance(node.target, OpOverload):
             args, kwargs = _numbered((node.args, dict(node.kwargs)))
             return Operation(node.target, tuple(args), kwargs)
-        return _by_position(*as_reshape(node.target, self._named(node)))
+        arguments = self._named(node)
+        if node.target is aten.var_mean.correction and _is_quick(node, arguments["correction"]):
+            return Operation(chunk_moments, (), arguments)
+        return _by_position(*as_reshape(node.target, arguments))
 
     def _chunk_call(self, item: Item, chunk: int | None) -> Operation:
         ruling = self.facts.ruling_of(item)
@@ -127,6 +131,12 @@ class Catalogue:
         if item not in self._state_bytes:
             self._state_bytes[item] = _state_bytes(item)
         return self._state_bytes[item]
+
+
+def _is_quick(node: fx.Node, correction: Any) -> bool:
+    """Whether the moments of a whole value, which normalisation asks for, are found as those of a chunk are."""
+    value = arguments_by_name(node)["self"].meta["val"]
+    return correction == 0 and value.is_floating_point() and value.dtype not in HALVES and value.numel() > 0
 
 
 def _numbered(tree: Any) -> Any:

@@ -103,7 +103,7 @@ _FIND, _FIT, _SMALLEST = 20, 6, 12
 """Steps for each node of a program that a search, one plan in it, and the search for the smallest plan may do."""
 _PAGING = 0.05
 """Where the pages of the heap take more than this share of a plan's time, one of half the size may be faster."""
-_ALIKE = 1.1
+_ALIKE = 1.03
 """Plans whose expected seconds differ less may take the same time."""
 
 
