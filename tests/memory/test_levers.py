@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,11 @@ from koila.execution.seeds import seed_for
 from koila.execution.split_run import CompiledPlan, run_chunked
 from koila.ir.graph import Graph
 from koila.ir.job import Demand, Wanted
-from koila.planning.plan import Plan
-from koila.planning.search import Search
+from koila.planning.peak import project
+from koila.planning.phases import make_layout
+from koila.planning.plan import Plan, make_plan
+from koila.planning.schedule import Schedule
+from koila.planning.search import Search, fit
 from koila.planning.step import Kind
 from koila.planning.tracker import StorageTracker
 
@@ -162,6 +166,29 @@ def test_chunk_does_not_lose_a_whole_batch_that_needs_fewer_bytes() -> None:
 def test_keep() -> None:
     plan = fit_alone("keep", normalised(depth=12), 0.6)
     assert plan.chunk_size == 256 and plan.recomputed["aten.mm.default"]
+
+
+def test_what_is_not_cut_computes_a_normalisation_again_as_one_line_per_channel() -> None:
+    """Its moments are found once, in two passes as those of a chunk, and kept."""
+    found = traced(normalised(depth=6))
+    uncut = replace(found, facts=found.program.uncut_facts(Wanted((0,), gradients=True)))
+    plain = make_plan(make_layout(uncut.facts), uncut.facts.num_samples)
+    allowed = project(plain).peak_bytes * 7 // 10
+    fitted = fit(plain, allowed)
+    assert fitted is not None
+    labels = Counter(label for schedule in fitted[0].schedules for label in labels_of(schedule))
+    assert labels["chunk_moments"] == 6 and not any("var_mean" in label for label in labels)
+    assert sum(fitted[0].recomputed.values()) and "chunk_moments" not in fitted[0].recomputed
+    results, measured = uncut.run(fitted[0])
+    assert measured <= fitted[1].peak_bytes <= allowed
+    for mine, theirs in zip(results, found.run(found.search().smallest()[0])[0], strict=True):
+        if mine is not None and theirs is not None:
+            assert (mine - theirs).norm() <= 1e-10 * theirs.norm()
+
+
+def labels_of(schedule: Schedule) -> list[str]:
+    """What the steps of a schedule call."""
+    return [step.work.label for step in schedule.steps if step.kind is Kind.RUN]
 
 
 def test_region_over_the_tokens_of_a_head_and_its_loss() -> None:
