@@ -21,6 +21,7 @@ from koila._torch import OpOverload
 from koila._torch.graphs import add_node
 from koila.analysis.chunk_rule import Call, ChunkRule
 from koila.analysis.rules import rule_for
+from koila.analysis.rules.reduce import chunk_moments
 from koila.analysis.split import arguments_by_name, describe_call, operand_as
 from koila.analysis.types import WHOLE, Merged, Sliced, SplitType
 from koila.analysis.uniform import operand_types
@@ -91,7 +92,9 @@ class Drawing:
             node = self._add(closed, tuple(operands))
         else:
             args, kwargs = work.operation.applied(operands, **bounds)
-            node = self._add(work.operation.target, args, kwargs)
+            # Rules are those of operators; a region finds its moments in its own way.
+            target = aten.var_mean.correction if work.operation.target is chunk_moments else work.operation.target
+            node = self._add(target, args, kwargs)
         if work not in self.made:  # Steps that repeat a call have the same value.
             self.made[work] = meta_tree(work.form)
         self._name(node, step.value, self.made[work])

@@ -290,7 +290,7 @@ def _chain(value: fx.Node, growth: Growth) -> list[Step]:
 def _grown(drawing: Drawing, value: fx.Node) -> Iterator[Growth]:
     tensor = value.meta["val"]
     if isinstance(tensor, (tuple, list)):
-        tensor = tensor[0]
+        tensor = next(each for each in tensor if each is not None)
     for dim, size in enumerate(tensor.shape):
         if size > 1:
             try:
