@@ -178,8 +178,7 @@ def cells_of(name: str, rounds: int, compiled: bool, quick: bool, num_threads: i
     try:
         measured = call_outside("benchmarks.memory:measure_program", name, compiled, quick, num_threads)
     except WitnessError as error:
-        reason = " ".join(str(error).split())[-300:]
-        return [Cell(name, "all", "all", "all", None, verdict=f"failed: {reason}")]
+        return [Cell(name, "all", "all", "all", None, verdict=f"failed: {_end_of(error)}")]
     found = [Cell(**row) for row in measured]
     return timed(name, found, rounds, num_threads, tuned) if rounds else found
 
@@ -192,8 +191,13 @@ def timed(name: str, found: list[Cell], rounds: int, num_threads: int, tuned: bo
         times = call_outside("benchmarks.memory:measure_times", name, ways, rounds, num_threads, tuned, hook=False)
     except WitnessError as error:
         times = {}
-        found = [*found, Cell(name, "times", "all", "times", None, verdict=f"failed: {str(error)[-300:]}")]
+        found = [*found, Cell(name, "times", "all", "times", None, verdict=f"failed: {_end_of(error)}")]
     return [Cell(**{**asdict(cell), **_times(times.get(cell.way))}) for cell in found]
+
+
+def _end_of(error: Exception) -> str:
+    """What an error says at last, without the folder that this runs in."""
+    return " ".join(str(error).replace(f"{Path.cwd()}/", "").split())[-300:]
 
 
 def _number(cell: Cell) -> float | None:
